@@ -1,0 +1,74 @@
+"""The data that flows forward through a step: generation -> turn -> trajectory -> plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from envs.types import Failure, Message, Stop, Task
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How one completion is drawn. Training wants temperature > 0 and top_p = 1 (the learner scores the same distribution)."""
+
+    max_tokens: int
+    temperature: float = 1.0  # 0 means greedy
+    top_p: float = 1.0
+    seed: int | None = None  # same seed and prompt, same ids (on one machine)
+    stop_token_ids: tuple[int, ...] = ()  # a hit is included as the last id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """What an engine sampled, token for token."""
+
+    token_ids: tuple[int, ...]  # [L] as sampled, the stop id included
+    logprobs: tuple[float, ...]  # [L] nats, of the distribution sampled from (after temperature)
+    finish_reason: FinishReason
+    weight_version: int  # version of the weights that made the first of these tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One completion inside a trajectory, as a half-open span of token positions."""
+
+    start: int  # position of its first sampled id in ``Trajectory.token_ids``
+    end: int
+    weight_version: int
+    finish_reason: FinishReason
+    call_statuses: tuple[str, ...] = ()  # status of every tool-call attempt in this turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One episode in token space. Worked example (P prompt, a sampled, E environment)::
+
+        token_ids  P0 P1 a0 a1 E0 E1 a2
+        loss_mask  .  .  T  T  .  .  T
+        turns      [2, 4) and [6, 7)
+    """
+
+    task: Task
+    group: int  # number of the group (prompt) in its batch
+    member: int  # number of the rollout in its group
+    token_ids: tuple[int, ...]  # [T] prompt, then completions and observations in order
+    loss_mask: tuple[bool, ...]  # [T] True exactly where the sampler returned the id
+    logprobs: tuple[float, ...]  # [T] nats under the sampling policy; 0.0 where loss_mask is False
+    turns: tuple[Turn, ...]
+    messages: tuple[Message, ...]  # the conversation as text, for records
+    reward: float | None  # None = void (our failure), never 0.0
+    terms: dict[str, float] = field(default_factory=dict)
+    stop: Stop = "answer"
+    failure: Failure | None = None
+    seconds: dict[str, float] = field(default_factory=dict)  # wall seconds by phase; telemetry only
+
+    @property
+    def is_void(self) -> bool:
+        return self.reward is None
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(self.loss_mask)
