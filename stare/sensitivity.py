@@ -1,0 +1,54 @@
+"""How much one policy-gradient step on one token changes the entropy of its position (arXiv 2606.19236, Sec. 3).
+
+A step of size eta on ``A ln p(o)`` moves the logits by ``eta A (onehot(o) - p)``; with ``dH/dz_k = -p_k (ln p_k + H)``
+the first-order change is ``dH = eta A Phi(o; p)``, where, with surprisal ``s_k = -ln p_k``,
+
+    Phi(o; p) = p_o (s_o - H) - sum_k p_k^2 (s_k - H)
+
+``Phi > 0`` above a critical surprisal and ``< 0`` below it, and ``E_{o~p}[Phi] = 0`` exactly.
+
+Dimensions: ``...`` positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class TokenStatistics(NamedTuple):
+    """What one pass over the logits knows of each sampled token; natural logarithms."""
+
+    logp: Tensor  # [...] ln p(o)
+    entropy: Tensor  # [...] H(p), nats
+    phi: Tensor  # [...] Phi(o; p)
+
+
+def token_statistics(logits_V: Tensor, token: Tensor) -> TokenStatistics:
+    """Log-probability, entropy and Phi of the sampled tokens from one log-softmax.
+
+    Args:
+        logits_V: float [..., V], already divided by the temperature; computed in its own dtype, so pass float32 or 64.
+        token: int64 [...], the sampled ids.
+    """
+    logp_V = torch.log_softmax(logits_V, dim=-1)
+    p_V = logp_V.exp()
+    # 0 * -inf would be NaN where a logit was masked out; such a token contributes nothing to H or Phi.
+    surprisal_V = torch.where(p_V > 0, -logp_V, torch.zeros_like(logp_V))
+    entropy = (p_V * surprisal_V).sum(-1)
+    mean_pull = (p_V.square() * (surprisal_V - entropy.unsqueeze(-1))).sum(-1)
+    logp = logp_V.gather(-1, token.unsqueeze(-1)).squeeze(-1)
+    phi = logp.exp() * (-logp - entropy) - mean_pull
+    return TokenStatistics(logp, entropy, phi)
+
+
+def sensitivity(logits_V: Tensor, token: Tensor) -> Tensor:
+    """Phi(o; p) of the sampled tokens; shapes as in ``token_statistics``."""
+    return token_statistics(logits_V, token).phi
+
+
+def predicted_entropy_change(advantage: Tensor, phi: Tensor, *, step_size: float) -> Tensor:
+    """First-order change of entropy (nats) of each position after its own step ``step_size * A * grad ln p(o)``."""
+    return step_size * advantage * phi
