@@ -12,7 +12,7 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How one completion is drawn. Training wants temperature > 0 and top_p = 1 (the learner scores the same distribution)."""
+    """How one completion is drawn. Training wants temperature > 0 and top_p = 1: what the learner scores."""
 
     max_tokens: int
     temperature: float = 1.0  # 0 means greedy
@@ -46,9 +46,9 @@ class Turn:
 class Trajectory:
     """One episode in token space. Worked example (P prompt, a sampled, E environment)::
 
-        token_ids  P0 P1 a0 a1 E0 E1 a2
-        loss_mask  .  .  T  T  .  .  T
-        turns      [2, 4) and [6, 7)
+    token_ids  P0 P1 a0 a1 E0 E1 a2
+    loss_mask  .  .  T  T  .  .  T
+    turns      [2, 4) and [6, 7)
     """
 
     task: Task

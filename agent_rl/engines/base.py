@@ -47,7 +47,10 @@ class Engine(Protocol):
     async def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Use these parameters (names as in ``model.named_parameters()``, tied ones once) for every later token.
 
-        Caches made with older weights are dropped. Raises ``PublishError`` when a tensor is missing or has another shape.
+        Caches made with older weights are dropped.
+
+        Raises:
+            PublishError: a tensor is missing, unknown or of another shape.
         """
         ...
 

