@@ -57,7 +57,6 @@ class RolloutConfig(Section):
 
     prompts: int = Field(8, ge=1, description="groups of one step")
     group: int = Field(8, ge=2, description="rollouts of one prompt; a group of one has no baseline")
-    concurrency: int = Field(64, ge=1, description="episodes in flight")
     temperature: float = Field(1.0, gt=0, description="of sampling, and of the learner's logprobs")
     max_tokens: int = Field(512, ge=1, description="sampled tokens of one turn")
     max_episode_tokens: int = Field(4096, ge=2, description="all tokens of one episode")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Protocol
 
 from agent_rl.types import Generation, Sampling
@@ -28,11 +27,15 @@ class Engine(Protocol):
 
     async def start(self) -> None: ...
 
-    def seat(self, request_id: str) -> AbstractAsyncContextManager[None]:
-        """Held by an episode from its first to its last request.
+    def join(self, episode_id: str) -> None:
+        """An episode will ask for tokens under this id until it leaves.
 
-        The embedded engine batches deterministically by waiting for all seated episodes; others may ignore it.
+        The embedded engine batches repeatably by waiting for all that joined; other engines ignore it.
         """
+        ...
+
+    def leave(self, episode_id: str) -> None:
+        """The episode asks for no more tokens; every ``join`` is followed by one."""
         ...
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Generation:

@@ -1,0 +1,226 @@
+"""Episodes: policy and environment take turns in token space, under budgets; failures stay with their trajectory."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from agent_rl.codec import ChatCodec
+from agent_rl.config import RolloutConfig
+from agent_rl.engines.base import Engine, EngineFailure
+from agent_rl.seeds import derive_seed
+from agent_rl.types import Sampling, Trajectory, Turn
+from envs.types import Failure, Message, ModelTurn, Opening, Stop, Task, TurnResult
+
+
+class Environment(Protocol):
+    """What an episode needs of an environment; ``envs.ToolEnv`` is one."""
+
+    async def areset(self, seed: int, task: Task) -> Opening: ...
+
+    async def astep(self, turn: ModelTurn) -> TurnResult: ...
+
+    async def aclose(self) -> None: ...
+
+
+class TooManyFailures(Exception):
+    """Our side lost so many episodes in a row that going on would only burn time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Which rollout this is; with the run's seed it decides every random choice of the episode."""
+
+    step: int
+    group: int
+    member: int
+    attempt: int = 0
+
+    @property
+    def episode_id(self) -> str:
+        return f"{self.step:06d}-{self.group:04d}-{self.member:03d}-{self.attempt}"
+
+
+async def run_episode(
+    env: Environment, task: Task, place: Place, *, engine: Engine, codec: ChatCodec, config: RolloutConfig, seed: int
+) -> Trajectory:
+    """One episode to its end. Our failures come back as a void trajectory; bugs raise.
+
+    The caller has joined the engine under ``place.episode_id`` and leaves it; the environment is closed here.
+    """
+    ids: list[int] = []
+    mask: list[bool] = []
+    logprobs: list[float] = []
+    turns: list[Turn] = []
+    messages: list[Message] = []
+    seconds = {"generate": 0.0, "environment": 0.0}
+    result: TurnResult | None = None
+    stop: Stop | None = None
+    failure: Failure | None = None
+    base = derive_seed(seed, "episode", place.step, place.group, place.member, place.attempt)
+
+    def append(new_ids: Sequence[int], new_logprobs: Sequence[float] | None = None) -> None:
+        ids.extend(new_ids)
+        mask.extend([new_logprobs is not None] * len(new_ids))
+        logprobs.extend([0.0] * len(new_ids) if new_logprobs is None else new_logprobs)
+
+    try:
+        opening = await env.areset(derive_seed(seed, "task", place.step, place.group), task)
+        messages += opening.messages
+        append(codec.open(opening))
+        while stop is None:
+            room = config.max_episode_tokens - len(ids)
+            if room < 1:
+                # The environment scores what it has seen: an empty turn that was cut by length.
+                result = await env.astep(ModelTurn(text="", finish="length"))
+                stop, failure = ("failure" if result.failure else "max_tokens"), result.failure
+                break
+            sampling = Sampling(
+                max_tokens=min(config.max_tokens, room),
+                temperature=config.temperature,
+                seed=derive_seed(base, "turn", len(turns)),
+                stop_token_ids=codec.stop_token_ids,
+            )
+            started = time.perf_counter()
+            generation = await engine.generate(ids, sampling, request_id=place.episode_id)
+            seconds["generate"] += time.perf_counter() - started
+            if not generation.token_ids or not all(map(math.isfinite, generation.logprobs)):
+                raise EngineFailure(
+                    f"turn {len(turns)}: {len(generation.token_ids)} ids, not all with a finite logprob"
+                )
+            start = len(ids)
+            append(generation.token_ids, generation.logprobs)
+            text = codec.decode(generation.token_ids, generation.finish_reason)
+            messages.append({"role": "assistant", "content": text})
+
+            started = time.perf_counter()
+            result = await env.astep(ModelTurn(text=text, finish=generation.finish_reason))
+            seconds["environment"] += time.perf_counter() - started
+            turns.append(
+                Turn(
+                    start=start,
+                    end=len(ids),
+                    weight_version=generation.weight_version,
+                    finish_reason=generation.finish_reason,
+                    call_statuses=tuple(call.status for call in result.calls),
+                )
+            )
+            messages += result.messages
+            stop, failure = result.stop, result.failure
+            if stop is None:
+                append(codec.extend(generation.finish_reason, result.messages))
+    except EngineFailure as error:
+        stop, failure = "failure", Failure(kind="engine", where=f"turn {len(turns)}", detail=str(error))
+    finally:
+        # Shielded: a cancelled episode still gives its sandbox back.
+        await asyncio.shield(env.aclose())
+    return Trajectory(
+        task=task,
+        group=place.group,
+        member=place.member,
+        token_ids=tuple(ids),
+        loss_mask=tuple(mask),
+        logprobs=tuple(logprobs),
+        turns=tuple(turns),
+        messages=tuple(messages),
+        reward=None if failure or result is None else result.reward,
+        terms={} if failure or result is None else dict(result.terms),
+        stop=stop or "failure",
+        failure=failure,
+        seconds=seconds,
+    )
+
+
+class Collector:
+    """Runs the groups of a step, refills what our side lost, and stops when that happens too often in a row.
+
+    Args:
+        make_env: a new environment for one episode.
+        on_episode: called with every finished trajectory (for progress bars).
+    """
+
+    def __init__(
+        self,
+        make_env: Callable[[], Environment],
+        *,
+        engine: Engine,
+        codec: ChatCodec,
+        config: RolloutConfig,
+        seed: int,
+        on_episode: Callable[[Trajectory], None] = lambda trajectory: None,
+    ) -> None:
+        self._make_env = make_env
+        self._engine = engine
+        self._codec = codec
+        self._config = config
+        self._seed = seed
+        self._on_episode = on_episode
+        self._failures_in_a_row = 0
+
+    async def groups(self, tasks: Sequence[Task], step: int, *, first_group: int = 0) -> list[Trajectory]:
+        """``config.group`` rollouts of every task; void ones only where every refill failed too.
+
+        Returns:
+            trajectories in order of group, member and attempt, the lost attempts among them (void, for the record).
+
+        Raises:
+            TooManyFailures: ``config.max_failures`` episodes in a row were lost on our side.
+        """
+        wanted = [
+            (task, Place(step=step, group=first_group + number, member=member))
+            for number, task in enumerate(tasks)
+            for member in range(self._config.group)
+        ]
+        done: list[Trajectory] = []
+        for attempt in range(self._config.max_refills + 1):
+            if not wanted:
+                break
+            wave = await self._episodes(wanted)
+            done += wave
+            lost = [pair for pair, trajectory in zip(wanted, wave, strict=True) if trajectory.is_void]
+            wanted = [
+                (task, Place(step=step, group=place.group, member=place.member, attempt=attempt + 1))
+                for task, place in lost
+            ]
+        return sorted(done, key=lambda t: (t.group, t.member))
+
+    async def _episodes(self, wanted: Sequence[tuple[Task, Place]]) -> list[Trajectory]:
+        # All join before any starts, so that the embedded engine's first wave holds them all.
+        for _, place in wanted:
+            self._engine.join(place.episode_id)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._episode(task, place)) for task, place in wanted]
+        except* TooManyFailures as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            for _, place in wanted:
+                self._engine.leave(place.episode_id)
+        return [task.result() for task in tasks]
+
+    async def _episode(self, task: Task, place: Place) -> Trajectory:
+        try:
+            trajectory = await run_episode(
+                self._make_env(),
+                task,
+                place,
+                engine=self._engine,
+                codec=self._codec,
+                config=self._config,
+                seed=self._seed,
+            )
+        finally:
+            self._engine.leave(place.episode_id)
+        self._failures_in_a_row = self._failures_in_a_row + 1 if trajectory.is_void else 0
+        if self._failures_in_a_row >= self._config.max_failures and trajectory.failure is not None:
+            failure = trajectory.failure
+            raise TooManyFailures(
+                f"{self._failures_in_a_row} episodes in a row failed on our side, last at {failure.where} "
+                f"({failure.kind}): {failure.detail}"
+            )
+        self._on_episode(trajectory)
+        return trajectory
