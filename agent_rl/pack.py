@@ -11,7 +11,7 @@ Dimensions: R rows, L row length, M sampled tokens of the micro-batch, T sampled
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -45,6 +45,7 @@ class MicroBatch:
     predict: Tensor  # int64 [M], flat position in [R * L] whose output predicts the token
     target: Tensor  # int64 [M], the sampled ids
     origin: Tensor  # int64 [M], index among the T sampled tokens of the batch
+    widest: int  # largest M among the ranks' micro-batches of this turn: all make equally many head calls (ZeRO 3)
     is_pad: bool = False  # keeps ranks in step; contributes exactly 0
 
     @property
@@ -89,7 +90,8 @@ def pack(
     most = max(len(blocks_of_rank) for blocks_of_rank in ranks)
     for blocks_of_rank in ranks:
         blocks_of_rank += [_pad()] * (most - len(blocks_of_rank))
-    return ranks
+    widest = [max(block.widest for block in turn) for turn in zip(*ranks, strict=True)]
+    return [[replace(block, widest=w) for block, w in zip(of_rank, widest, strict=True)] for of_rank in ranks]
 
 
 def _fill_bins(
@@ -139,6 +141,7 @@ def _block(sequences: list[SampledSequence], starts: list[int], layout: Layout) 
         predict=torch.tensor(predict, dtype=torch.int64),
         target=torch.tensor(target, dtype=torch.int64),
         origin=torch.tensor(origin, dtype=torch.int64),
+        widest=len(target),
     )
 
 
@@ -150,5 +153,6 @@ def _pad() -> MicroBatch:
         predict=torch.zeros(1, dtype=torch.int64),
         target=torch.zeros(1, dtype=torch.int64),
         origin=torch.zeros(1, dtype=torch.int64),
+        widest=1,
         is_pad=True,
     )

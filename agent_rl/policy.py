@@ -37,9 +37,9 @@ class Policy(nn.Module):
             use_cache=False,
         ).last_hidden_state
         hidden = hidden.flatten(0, 1).index_select(0, batch.predict)
+        num_chunks = -(-batch.widest // self.chunk_tokens)
         parts: list[TokenStatistics] = []
-        for start in range(0, max(1, hidden.shape[0]), self.chunk_tokens):
-            rows, target = hidden[start : start + self.chunk_tokens], batch.target[start : start + self.chunk_tokens]
+        for rows, target in zip(hidden.tensor_split(num_chunks), batch.target.tensor_split(num_chunks), strict=True):
             if torch.is_grad_enabled():
                 part = checkpoint(self._chunk, rows, target, statistics, use_reentrant=False)
             else:

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 from pydantic import BaseModel, ConfigDict, Field
 
 Status = Literal["ok", "error", "timeout", "memory", "killed"]
-"""``ok`` exit code 0; ``error`` the program failed; ``timeout`` our deadline; ``memory`` its memory limit; ``killed`` by a signal."""
+"""``ok``: exit code 0; ``error``: it failed; ``timeout``: our deadline; ``memory``: its limit; ``killed``: a signal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +52,7 @@ class SandboxSpec(BaseModel):
     cpus: float = Field(1.0, gt=0, description="CPU share of one sandbox")
     output_bytes: int = Field(32_768, ge=64, description="bytes kept of each of stdout and stderr, head and tail")
     scratch_mb: int = Field(64, ge=1, description="size of the writable scratch folder")
+    size: int = Field(4, ge=1, description="sandboxes of this run at once")
 
 
 class Sandbox(Protocol):
@@ -71,9 +72,14 @@ class Sandbox(Protocol):
         timeout_s: float | None = None,
         stdin: str | None = None,
         files: dict[str, bytes] | None = None,
-        session: str | None = None,
     ) -> ExecutionResult:
-        """Run a Python program in a fresh process (or, with ``session``, in the named interpreter that keeps its variables).
+        """Run a Python program in a fresh process; files that it writes stay until ``reset``.
+
+        Args:
+            code: source text, run as ``__main__``.
+            timeout_s: wall-clock limit; the specification's when None. The whole process tree dies at the deadline.
+            stdin: what the program reads; empty when None.
+            files: written into the working folder first; plain names, no folders.
 
         Raises:
             SandboxFailure: when the sandbox, not the program, failed. The sandbox is then unusable.
@@ -81,7 +87,7 @@ class Sandbox(Protocol):
         ...
 
     async def reset(self) -> None:
-        """Nothing of earlier calls is left afterwards (files, processes, sessions). Raises ``SandboxFailure`` if it cannot be."""
+        """Neither file nor process of earlier calls is left afterwards; ``SandboxFailure`` if that cannot be."""
         ...
 
     async def alive(self) -> bool:

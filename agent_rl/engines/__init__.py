@@ -1,0 +1,31 @@
+"""Engines by name; each imports its heavy library only when it is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from agent_rl.config import EngineConfig
+from agent_rl.engines.base import Engine, EngineFailure, PublishError
+
+__all__ = ["Engine", "EngineFailure", "PublishError", "make_engine"]
+
+
+def make_engine(config: EngineConfig, model: Path, dtype: str, *, seed: int) -> Engine:
+    """The engine that ``config.kind`` names, not yet started."""
+    if config.kind == "vllm":
+        from agent_rl.engines.vllm import VllmEngine
+
+        return VllmEngine(
+            model=str(model),
+            dtype=dtype,
+            max_model_len=config.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            kv_cache_gb=config.kv_cache_gb,
+            seed=seed,
+        )
+    from agent_rl.engines.transformers import TransformersEngine
+    from agent_rl.models import load_model
+
+    return TransformersEngine(
+        load_model(model, dtype), max_model_len=config.max_model_len, max_num_seqs=config.max_num_seqs
+    )

@@ -1,0 +1,152 @@
+"""The ``agent-rl`` command: from arguments to functions; what a user can mend is one line on stderr and exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+TRAIN_EXAMPLES = """\
+examples:
+  agent-rl train quickstart
+  agent-rl train smollm2-gsm8k --task.options.path gsm8k.jsonl
+  agent-rl train smollm2-gsm8k --engine.kind transformers --sandbox.kind local --rollout.group 4 --steps 3
+  agent-rl train my_recipe.toml --name second-try --learner.lr 2e-6
+
+The same command again goes on from the last checkpoint. Every setting of a recipe can be overridden;
+`agent-rl train RECIPE --show` prints them all.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="agent-rl", description="Train tool-using language-model agents with reinforcement learning."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_train(commands)
+    _add_report(commands)
+    for module in ("sandboxes.cli", "envs.cli"):
+        _add_from(module, commands)
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and arguments.command != "train":
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    arguments.overrides = rest
+    run: Callable[[argparse.Namespace], int] = arguments.func
+    try:
+        return run(arguments)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "train",
+        help="train an agent by a recipe",
+        description="Train an agent by a recipe; settings follow as --section.key value.",
+        epilog=TRAIN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("recipe", help="name of a shipped recipe, or a .toml file")
+    parser.add_argument("--show", action="store_true", help="print the resolved settings and stop")
+    parser.set_defaults(func=_train)
+
+
+def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "report",
+        help="table, curves and one coloured episode of a run",
+        epilog="example:\n  agent-rl report runs/quickstart",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, help="run folder")
+    parser.set_defaults(func=_report)
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from agent_rl.config import load_config
+
+    def run() -> None:
+        config = load_config(arguments.recipe, arguments.overrides)
+        if arguments.show:
+            print(config.model_dump_json(indent=2))
+            return
+        _quieten_libraries()
+        from agent_rl.loop import train
+
+        console = Console()
+        folder = train(config, console)
+        _print_report(folder, console)
+
+    return _guarded(run)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    return _guarded(lambda: _print_report(arguments.run, Console()))
+
+
+def _print_report(folder: Path, console: object) -> None:
+    from rich.console import Console
+
+    from agent_rl.models import load_tokenizer
+    from agent_rl.report import report
+    from agent_rl.setup import read_run_config
+
+    assert isinstance(console, Console)
+    config = read_run_config(folder)
+    report(folder, console, target_entropy=config.stare.target_entropy, tokenizer=load_tokenizer(folder / "tokenizer"))
+
+
+def _guarded(run: Callable[[], None]) -> int:
+    """0, or 2 after one line on stderr for what a user can mend, or 1 after one line for a run that had to stop."""
+    from agent_rl.config import ConfigError
+    from agent_rl.engines.base import EngineFailure, PublishError
+    from agent_rl.rollout import TooManyFailures
+    from sandboxes.base import SandboxFailure, SandboxUnavailable
+
+    try:
+        run()
+    except (ConfigError, SandboxUnavailable) as error:
+        print(f"agent-rl: {error}", file=sys.stderr)
+        return 2
+    except (PublishError, TooManyFailures, EngineFailure, SandboxFailure) as error:
+        print(f"agent-rl: the run stopped: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _add_from(module: str, commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Subcommands that a package below brings along."""
+    import importlib
+
+    importlib.import_module(module).add_parser(commands)
+
+
+def _quieten_libraries() -> None:
+    """Start-up chatter of the libraries hides the run's own lines; set AGENT_RL_VERBOSE=1 to see it."""
+    if os.environ.get("AGENT_RL_VERBOSE"):
+        return
+    import logging
+    import warnings
+
+    for name, value in (
+        ("TRANSFORMERS_VERBOSITY", "error"),
+        ("VLLM_LOGGING_LEVEL", "ERROR"),
+        ("DS_LOG_LEVEL", "error"),
+    ):
+        os.environ.setdefault(name, value)
+    for name in ("DeepSpeed", "deepspeed", "vllm", "transformers"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"(torch|deepspeed|transformers|vllm)(\..*)?")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

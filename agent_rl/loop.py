@@ -1,0 +1,191 @@
+"""``train(config)``: the loop, which reads like the algorithm.
+
+Everything that can be wrong with what the user gave is found before the run folder is touched (``agent_rl.setup``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from agent_rl import checkpoint
+from agent_rl.checkpoint import RunState
+from agent_rl.codec import ChatCodec
+from agent_rl.cold_start import starting_model
+from agent_rl.config import RunConfig
+from agent_rl.engines import make_engine
+from agent_rl.learner import Learner, StepReport
+from agent_rl.models import load_model, load_tokenizer
+from agent_rl.pack import SampledSequence
+from agent_rl.plan import Plan, UpdateBatch, make_plan, update_batch
+from agent_rl.progress import Clock, StepProgress
+from agent_rl.publish import Publisher
+from agent_rl.records import Row, RunRecords, rollout_metrics, trajectory_record, update_metrics
+from agent_rl.rollout import Collector
+from agent_rl.setup import Setup, open_run, preflight
+from agent_rl.types import Trajectory
+from stare import GateState
+
+
+def train(config: RunConfig, console: Console | None = None) -> Path:
+    """Train until ``config.steps`` are done, going on from the last checkpoint if there is one; returns the run folder.
+
+    Raises:
+        ConfigError: something the user gave is wrong; nothing was written.
+        PublishError: new weights did not arrive in the engine.
+        TooManyFailures: sandbox or engine failed too often in a row.
+    """
+    console = console or Console()
+    setup = asyncio.run(preflight(config, console))
+    with open_run(config):
+        return asyncio.run(_train(config, setup, console))
+
+
+async def _train(config: RunConfig, setup: Setup, console: Console) -> Path:
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    folder = config.folder
+    async with AsyncExitStack() as stack:
+        pool = await stack.enter_async_context(setup.open_pool())
+        source = await starting_model(config, setup, pool, console)
+        tokenizer = load_tokenizer(source)
+        codec = ChatCodec(tokenizer, system_text=setup.system_text)
+        learner = Learner(
+            load_model(source, config.model.dtype), config.learner, temperature=config.rollout.temperature
+        )
+        stack.callback(learner.close)
+        state = restore(folder, config, learner, console)
+        engine = make_engine(config.engine, source, config.model.dtype, seed=config.seed)
+        stack.push_async_callback(engine.close)
+        await engine.start()
+        publisher = Publisher(engine, learner, codec, temperature=config.rollout.temperature)
+        # Also before the first step: after a resume the engine has the starting weights, not the checkpoint's.
+        await publisher.publish(state.step)
+        records = RunRecords(folder, first_step=state.step + 1)
+        stack.callback(records.close)
+        progress = stack.enter_context(StepProgress(console, total=config.steps, done=state.step))
+        collector = Collector(
+            lambda: setup.make_env(pool),
+            engine=engine,
+            codec=codec,
+            config=config.rollout,
+            seed=config.seed,
+            on_episode=progress.episode_done,
+        )
+        while state.step < config.steps:
+            step, clock = state.step + 1, Clock()
+            progress.start_episodes(config.rollout.prompts * config.rollout.group)
+            trajectories, cursor = await collect(collector, setup, config, step, state.cursor)
+            clock.lap("rollout")
+            batch = update_batch(trajectories, divide_by_std=config.stare.divide_by_std)
+            plan, row = update(learner, batch, trajectories, state.gate, config, clock)
+            row |= {"canary_gap": await publisher.publish(step), "cursor": cursor}
+            clock.lap("sync")
+            state = replace(state, step=step, cursor=cursor, gate=plan.gate if plan else state.gate)
+            row = rollout_metrics(trajectories, batch) | row | clock.row()
+            records.write(step, row, sampled_records(trajectories, batch, plan, step, config.records.trajectories))
+            if step % config.checkpoint.every == 0 or step == config.steps:
+                checkpoint.save(folder / "checkpoints", state, learner.save, keep=config.checkpoint.keep)
+            progress.step_done(step, row)
+        learner.export(folder / "model", tokenizer)
+    return folder
+
+
+def restore(folder: Path, config: RunConfig, learner: Learner, console: Console) -> RunState:
+    """The state to go on from; weights and optimizer are loaded into ``learner``."""
+    found = checkpoint.folders(folder / "checkpoints")
+    if not found:
+        return RunState(step=0, cursor=0, seed=config.seed, gate=GateState.initial(config.stare.controller))
+    state = checkpoint.read_state(found[-1])
+    learner.load(found[-1])
+    console.print(f"going on after step {state.step}, from {found[-1]}", soft_wrap=True)
+    return state
+
+
+async def collect(
+    collector: Collector, setup: Setup, config: RunConfig, step: int, cursor: int
+) -> tuple[list[Trajectory], int]:
+    """Rollouts of one step and the cursor behind the prompts that they took.
+
+    New prompts are drawn, at most ``max_rounds`` times, until ``prompts`` groups have a difference inside.
+    """
+    trajectories: list[Trajectory] = []
+    groups = 0
+    for _ in range(config.rollout.max_rounds):
+        missing = config.rollout.prompts - len({t.group for t in update_batch(trajectories).trajectories})
+        if missing <= 0:
+            break
+        tasks = [setup.task(index) for index in range(cursor, cursor + missing)]
+        trajectories += await collector.groups(tasks, step, first_group=groups)
+        groups, cursor = groups + missing, cursor + missing
+    return trajectories, cursor
+
+
+def update(
+    learner: Learner,
+    batch: UpdateBatch,
+    trajectories: Sequence[Trajectory],
+    gate: GateState,
+    config: RunConfig,
+    clock: Clock,
+) -> tuple[Plan | None, Row]:
+    """Score, plan, one optimizer step; the plan is None when no episode was scored at all.
+
+    Where no group has a difference inside there is nothing to learn, but the entropy is measured and moves the gate.
+    """
+    learns = bool(batch.trajectories)
+    if not learns:
+        scored = [t for t in trajectories if not t.is_void and t.num_sampled]
+        batch = UpdateBatch(
+            trajectories=tuple(scored),
+            sequences=tuple(SampledSequence.of(t.token_ids, t.loss_mask) for t in scored),
+            advantage_B=torch.zeros(len(scored), dtype=torch.float64),
+        )
+    if not batch.trajectories:
+        return None, {}
+    micro_batches = learner.pack(batch.sequences)
+    statistics = learner.score(micro_batches, int(batch.num_tokens_B.sum()))
+    plan = make_plan(
+        batch,
+        statistics,
+        gate,
+        config.stare.controller,
+        variant=config.stare.variant,
+        fraction=config.stare.fraction,
+        loss_mode=config.stare.loss_mode,
+        selection=config.stare.selection,
+        micro_batches=[micro_batch for of_rank in micro_batches for micro_batch in of_rank],
+    )
+    clock.lap("score")
+    report: StepReport | None = None
+    if learns:
+        report = learner.step(micro_batches, plan.coefficient_T, plan.logp_old_T)
+        clock.lap("update")
+    sampler_logprobs = [p for t in batch.trajectories for p, m in zip(t.logprobs, t.loss_mask, strict=True) if m]
+    return plan, update_metrics(plan, report, torch.tensor(sampler_logprobs))
+
+
+def sampled_records(
+    trajectories: Sequence[Trajectory], batch: UpdateBatch, plan: Plan | None, step: int, count: int
+) -> list[Mapping[str, Any]]:
+    """The first ``count`` trajectories of the step, with advantage and coefficients where they are in the loss."""
+    coefficients: dict[tuple[int, int], tuple[float, list[float]]] = {}
+    if plan is not None and batch.trajectories:
+        parts = plan.coefficient_T.split(batch.num_tokens_B.tolist())
+        for trajectory, advantage, part in zip(batch.trajectories, batch.advantage_B.tolist(), parts, strict=True):
+            coefficients[trajectory.group, trajectory.member] = (advantage, part.tolist())
+    chosen = list(trajectories[:count])
+    chosen += [t for t in trajectories[count:] if t.is_void][:count]
+    records: list[Mapping[str, Any]] = []
+    for trajectory in chosen:
+        place = (trajectory.group, trajectory.member)
+        advantage, values = coefficients.get(place, (None, None)) if not trajectory.is_void else (None, None)
+        records.append(trajectory_record(trajectory, step, advantage=advantage, coefficients=values))
+    return records

@@ -1,0 +1,132 @@
+"""Runs one fixed update batch through every layout, micro-batch size and ZeRO stage; writes what came out.
+
+Started by ``test_exactness.py`` with one and with two gloo ranks (``python -m torch.distributed.run``).
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from agent_rl.config import LearnerConfig
+from agent_rl.learner import Learner
+from agent_rl.plan import UpdateBatch, make_plan, update_batch
+from agent_rl.types import Trajectory
+from envs.types import Failure, Task
+from stare import ControllerConfig, GateState
+
+VOCABULARY = 97
+CONTROLLER = ControllerConfig(target_entropy=100.0, amplify=1.5, attenuate=0.5)  # gate on
+FRACTION = 0.2
+
+
+def make_model() -> Any:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+    )
+    model = Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))  # so that logits differ and surprisals spread
+    return model
+
+
+def make_trajectories() -> list[Trajectory]:
+    """Three groups of uneven multi-turn episodes: one with a void member, one without a difference inside."""
+    generator = torch.Generator().manual_seed(1)
+    rewards: list[list[float | None]] = [[1.0, 0.0, 0.0, 1.0], [0.0, None, 0.5, 1.0], [1.0, 1.0, 1.0, 1.0]]
+    trajectories = []
+    for group, members in enumerate(rewards):
+        for member, reward in enumerate(members):
+            mask: list[bool] = [False] * int(torch.randint(2, 9, (1,), generator=generator))
+            for _ in range(int(torch.randint(1, 4, (1,), generator=generator))):
+                mask += [True] * int(torch.randint(1, 14, (1,), generator=generator))
+                mask += [False] * int(torch.randint(1, 10, (1,), generator=generator))
+            ids = torch.randint(0, VOCABULARY, (len(mask),), generator=generator).tolist()
+            failure = Failure(kind="sandbox", where="turn 1", detail="gone") if reward is None else None
+            trajectories.append(
+                Trajectory(
+                    task=Task(id=f"t{group}", prompt="", answer=""),
+                    group=group,
+                    member=member,
+                    token_ids=tuple(ids),
+                    loss_mask=tuple(mask),
+                    logprobs=tuple(-1.0 if flag else 0.0 for flag in mask),
+                    turns=(),
+                    messages=(),
+                    reward=reward,
+                    failure=failure,
+                    stop="failure" if failure else "answer",
+                )
+            )
+    return trajectories
+
+
+def one_case(batch: UpdateBatch, layout: str, size: int | None, stage: int, selection: str) -> dict[str, Any]:
+    config = LearnerConfig(
+        zero_stage=stage,  # type: ignore[arg-type]
+        optimizer="sgd",
+        lr=1.0,  # so that the change of a parameter is its gradient
+        grad_clip=1e9,
+        layout=layout,  # type: ignore[arg-type]
+        max_micro_sequences=size,
+        chunk_tokens=7,
+    )
+    learner = Learner(make_model(), config, temperature=1.0)
+    micro_batches = learner.pack(batch.sequences)
+    statistics = learner.score(micro_batches, int(batch.num_tokens_B.sum()))
+    plan = make_plan(
+        batch,
+        statistics,
+        GateState.initial(CONTROLLER),
+        CONTROLLER,
+        variant="C2",
+        fraction=FRACTION,
+        selection=selection,  # type: ignore[arg-type]
+        micro_batches=[m for of_rank in micro_batches for m in of_rank],
+    )
+    # An older policy, so that ratios differ from 1 and some are clipped.
+    noise = torch.randn(plan.num_tokens, generator=torch.Generator().manual_seed(2))
+    plan = replace(plan, logp_old_T=plan.logp_old_T + 0.2 * noise)
+    before = {name: tensor.clone() for name, tensor in learner.named_tensors()}
+    report = learner.step(micro_batches, plan.coefficient_T, plan.logp_old_T)
+    gradient = {name: before[name] - tensor for name, tensor in learner.named_tensors()}
+    learner.close()
+    return {
+        "case": (layout, size, stage, selection),
+        "l_plus": plan.l_plus_T.nonzero().flatten().tolist(),
+        "l_minus": plan.l_minus_T.nonzero().flatten().tolist(),
+        "num_tokens": plan.num_tokens,
+        "entropy": plan.entropy,
+        "loss": report.loss,
+        "clip_fraction": report.clip_fraction,
+        "grad_norm": report.grad_norm,
+        "gradient": gradient,
+        "num_micro_batches": sum(not m.is_pad for of_rank in micro_batches for m in of_rank),
+    }
+
+
+def main(out: str) -> None:
+    batch = update_batch(make_trajectories())
+    cases = [(*case, "batch") for case in product(("padded", "packed"), (1, 3, None), (0, 2))]
+    cases += [("packed", None, 3, "batch"), ("padded", 1, 0, "per_micro_batch"), ("packed", 3, 2, "per_micro_batch")]
+    results = [one_case(batch, *case) for case in cases]
+    if torch.distributed.get_rank() == 0:
+        torch.save(results, out)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
