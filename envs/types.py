@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Message = dict[str, Any]
-"""A chat message: ``{"role": "system" | "user" | "assistant" | "tool", "content": str}``; tool messages also carry ``name``."""
+"""A chat message: ``role`` (system, user, assistant, tool) and ``content`` (str); tool messages also carry ``name``."""
 
 Stop = Literal["answer", "no_call", "max_turns", "max_tokens", "max_tool_calls", "time", "length", "failure"]
-"""Why an episode ended. ``terminated`` for answer and no_call; ``truncated`` for the limits; ``failure`` voids the episode."""
+"""Why an episode ended: ``terminated`` for answer and no_call, ``truncated`` for limits; ``failure`` voids it."""
 
 CallStatus = Literal["ok", "invalid_json", "malformed", "unknown_tool", "invalid_args", "unclosed"]
 

@@ -38,8 +38,8 @@ def make_sandbox(spec: SandboxSpec) -> Sandbox:
 async def resolve(spec: SandboxSpec, warn: Callable[[str], None] | None = None) -> SandboxSpec:
     """The specification with a kind that works here.
 
-    ``auto`` becomes ``docker`` when an engine answers and has the image, else ``local``. Every ``local`` is announced by
-    one line through ``warn`` (standard error by default).
+    ``auto`` becomes ``docker`` when an engine answers and has the image, else ``local``. Every ``local`` is
+    announced by one line through ``warn`` (standard error by default).
 
     Raises:
         SandboxUnavailable: ``docker`` was demanded and cannot be had.
