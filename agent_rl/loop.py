@@ -29,7 +29,7 @@ from agent_rl.progress import Clock, StepProgress
 from agent_rl.publish import Publisher
 from agent_rl.records import Row, RunRecords, rollout_metrics, trajectory_record, update_metrics
 from agent_rl.rollout import Collector
-from agent_rl.setup import Setup, open_run, preflight
+from agent_rl.setup import Setup, keep_tokenizer, open_run, preflight
 from agent_rl.types import Trajectory
 from stare import GateState
 
@@ -53,8 +53,9 @@ async def _train(config: RunConfig, setup: Setup, console: Console) -> Path:
         torch.set_num_threads(config.threads)
     folder = config.folder
     async with AsyncExitStack() as stack:
-        pool = await stack.enter_async_context(setup.open_pool())
-        source = await starting_model(config, setup, pool, console)
+        resources = await stack.enter_async_context(setup.resources())
+        source = await starting_model(config, setup, resources, console)
+        keep_tokenizer(source, folder)
         tokenizer = load_tokenizer(source)
         codec = ChatCodec(tokenizer, system_text=setup.system_text)
         learner = Learner(
@@ -72,7 +73,7 @@ async def _train(config: RunConfig, setup: Setup, console: Console) -> Path:
         stack.callback(records.close)
         progress = stack.enter_context(StepProgress(console, total=config.steps, done=state.step))
         collector = Collector(
-            lambda: setup.make_env(pool),
+            lambda: setup.make_env(resources),
             engine=engine,
             codec=codec,
             config=config.rollout,
@@ -178,7 +179,7 @@ def sampled_records(
     """The first ``count`` trajectories of the step, with advantage and coefficients where they are in the loss."""
     coefficients: dict[tuple[int, int], tuple[float, list[float]]] = {}
     if plan is not None and batch.trajectories:
-        parts = plan.coefficient_T.split(batch.num_tokens_B.tolist())
+        parts = torch.split(plan.coefficient_T, batch.num_tokens_B.tolist())
         for trajectory, advantage, part in zip(batch.trajectories, batch.advantage_B.tolist(), parts, strict=True):
             coefficients[trajectory.group, trajectory.member] = (advantage, part.tolist())
     chosen = list(trajectories[:count])

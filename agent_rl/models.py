@@ -35,8 +35,16 @@ def check_model_folder(path: str) -> Path:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer
+    """The tokenizer of a folder; one that is saved as plain ``tokenizer.json`` is taken as it stands.
 
+    AutoTokenizer (5.19) forces some model types, Qwen2 among them, into a class that puts its own pre-tokenizer in
+    place of the saved one, and the ids change without a word.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    saved_class = json.loads((folder / "tokenizer_config.json").read_text()).get("tokenizer_class")
+    if saved_class in ("TokenizersBackend", "PreTrainedTokenizerFast"):
+        return PreTrainedTokenizerFast.from_pretrained(str(folder))
     return AutoTokenizer.from_pretrained(str(folder))
 
 
@@ -44,5 +52,5 @@ def load_model(folder: Path, dtype: str) -> Any:
     """A causal language model with its weights in ``dtype`` on the default device."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=DTYPES[dtype])
+    model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=DTYPES[dtype])
     return model.to("cuda") if torch.cuda.is_available() else model

@@ -13,7 +13,7 @@ from agent_rl.codec import ChatCodec
 from agent_rl.config import RolloutConfig
 from agent_rl.engines.base import Engine, EngineFailure
 from agent_rl.seeds import derive_seed
-from agent_rl.types import Sampling, Trajectory, Turn
+from agent_rl.types import Generation, Sampling, Trajectory, Turn
 from envs.types import Failure, Message, ModelTurn, Opening, Stop, Task, TurnResult
 
 
@@ -25,6 +25,12 @@ class Environment(Protocol):
     async def astep(self, turn: ModelTurn) -> TurnResult: ...
 
     async def aclose(self) -> None: ...
+
+
+class Sampler(Protocol):
+    """What an episode needs of an engine."""
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Generation: ...
 
 
 class TooManyFailures(Exception):
@@ -46,7 +52,7 @@ class Place:
 
 
 async def run_episode(
-    env: Environment, task: Task, place: Place, *, engine: Engine, codec: ChatCodec, config: RolloutConfig, seed: int
+    env: Environment, task: Task, place: Place, *, engine: Sampler, codec: ChatCodec, config: RolloutConfig, seed: int
 ) -> Trajectory:
     """One episode to its end. Our failures come back as a void trajectory; bugs raise.
 

@@ -15,7 +15,7 @@ def make_engine(config: EngineConfig, model: Path, dtype: str, *, seed: int) -> 
     if config.kind == "vllm":
         from agent_rl.engines.vllm import VllmEngine
 
-        return VllmEngine(
+        engine: Engine = VllmEngine(
             model=str(model),
             dtype=dtype,
             max_model_len=config.max_model_len,
@@ -23,6 +23,7 @@ def make_engine(config: EngineConfig, model: Path, dtype: str, *, seed: int) -> 
             kv_cache_gb=config.kv_cache_gb,
             seed=seed,
         )
+        return engine
     from agent_rl.engines.transformers import TransformersEngine
     from agent_rl.models import load_model
 

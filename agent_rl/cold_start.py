@@ -1,0 +1,158 @@
+"""Supervised fine-tuning before the first RL step, on traces that an expert policy leaves in the real environment.
+
+The traces go through the same codec, masks and learner as training: maximum likelihood is the plan in which every
+sampled token has the coefficient ``1 / N``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from agent_rl.codec import ChatCodec
+from agent_rl.config import ConfigError, LearnerConfig, RunConfig
+from agent_rl.learner import Learner
+from agent_rl.models import load_model, load_tokenizer
+from agent_rl.pack import SampledSequence
+from agent_rl.progress import bars
+from agent_rl.rollout import Place, run_episode
+from agent_rl.seeds import derive_seed
+from agent_rl.setup import Setup
+from agent_rl.smollm2 import prepare_smollm2
+from agent_rl.tiny import prepare_tiny
+from agent_rl.types import Generation, Sampling
+from envs import Resources, Task
+
+TRACES = 1024
+"""Distinct traces; more steps than they fill go over them again."""
+
+
+async def starting_model(config: RunConfig, setup: Setup, resources: Resources, console: Console) -> Path:
+    """The folder of the model that RL starts from; what has to be made for it is made once per run."""
+    done = config.folder / "cold_start"
+    if done.is_dir():
+        return done
+    if config.model.path == "tiny":
+        base = prepare_tiny(config.folder / "tiny", expert_texts(setup), seed=config.seed)
+    elif config.model.path == "smollm2":
+        base = prepare_smollm2()
+    else:
+        base = Path(config.model.path).expanduser()
+    if not config.cold_start.steps:
+        return base
+    await cold_start(config, setup, resources, base, done, console)
+    return done
+
+
+async def cold_start(
+    config: RunConfig, setup: Setup, resources: Resources, base: Path, out: Path, console: Console
+) -> None:
+    """Fine-tune ``base`` on expert traces and export it to ``out``."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    settings = config.cold_start
+    tokenizer = load_tokenizer(base)
+    codec = ChatCodec(tokenizer, system_text=setup.system_text)
+    learner = Learner(
+        load_model(base, config.model.dtype),
+        LearnerConfig(
+            lr=settings.lr, warmup_steps=10, zero_stage=config.learner.zero_stage, layout=config.learner.layout
+        ),
+        temperature=1.0,
+    )
+    with bars(console) as progress:
+        bar = progress.add_task("traces  ", total=TRACES)
+        traces = []
+        for number in range(TRACES):
+            traces.append(await trace(config, setup, resources, codec, number))
+            progress.advance(bar)
+        bar = progress.add_task("SFT     ", total=settings.steps)
+        rng = random.Random(derive_seed(config.seed, "cold start"))
+        for step in range(1, settings.steps + 1):
+            batch = rng.sample(traces, min(settings.batch, len(traces)))
+            num_tokens = sum(len(sequence.positions) for sequence in batch)
+            coefficient_T = torch.full((num_tokens,), 1.0 / num_tokens)
+            # ratio is 1, so the summed loss is -1; its gradient is that of the mean log-likelihood
+            micro_batches = learner.pack(batch)
+            if step % 20 == 0 or step == settings.steps:
+                loss = -float(learner.score(micro_batches, num_tokens).logp.mean())
+                progress.console.print(
+                    f"cold start {step}/{settings.steps}  loss {loss:.3f} nats a token", highlight=False
+                )
+            learner.step(micro_batches, coefficient_T, None)
+            progress.advance(bar)
+    learner.export(out, tokenizer)
+    learner.close()
+
+
+async def trace(
+    config: RunConfig, setup: Setup, resources: Resources, codec: ChatCodec, number: int
+) -> SampledSequence:
+    """The token sequence of the expert's episode on one task, tool results as the real environment gave them."""
+    task = setup.tasks.task(derive_seed(config.seed, "trace", number) % len(setup.tasks))
+    place = Place(step=0, group=number, member=0)
+    trajectory = await run_episode(
+        setup.make_env(resources),
+        task,
+        place,
+        engine=_Scripted(codec, expert_turns(setup, task)),
+        codec=codec,
+        config=config.rollout,
+        seed=config.seed,
+    )
+    if trajectory.terms.get("correct") != 1.0:
+        raise ConfigError(
+            f"the expert's trace of {task.id} ended by {trajectory.stop} ({trajectory.failure or trajectory.terms}): "
+            "are the token limits of [rollout] too small for it?"
+        )
+    return SampledSequence.of(trajectory.token_ids, trajectory.loss_mask)
+
+
+def expert_turns(setup: Setup, task: Task) -> list[str]:
+    """What the expert writes: one call, then the answer in a box."""
+    assert setup.spec.expert is not None
+    return [setup.dialect.written("python", {"code": setup.spec.expert(task)}), f"\\boxed{{{task.answer}}}"]
+
+
+def expert_texts(setup: Setup) -> list[str]:
+    """Rendered conversations for a tokenizer to learn from, broken where the codec joins pieces."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    from agent_rl.tiny import CHAT_TEMPLATE
+
+    conversations = []
+    for number in range(TRACES):
+        task = setup.tasks.task(derive_seed(setup.config.seed, "trace", number) % len(setup.tasks))
+        call, answer = expert_turns(setup, task)
+        conversations.append(
+            [
+                {"role": "user", "content": task.prompt},
+                {"role": "assistant", "content": call},
+                setup.dialect.result_message("python", str(task.answer)),
+                {"role": "assistant", "content": answer},
+            ]
+        )
+    schemas: Any = [tool.schema for tool in setup.spec.tools]
+    texts: list[str] = render_jinja_template(conversations, tools=schemas, chat_template=CHAT_TEMPLATE)[0]
+    # A completion is encoded alone, so no merge may reach across the generation prompt's end.
+    return [text.replace("assistant\n", "assistant\n<|im_end|>") for text in texts]
+
+
+class _Scripted:
+    """An engine that returns given texts as if they had been sampled."""
+
+    max_model_len = 1 << 30
+    weight_version = 0
+
+    def __init__(self, codec: ChatCodec, texts: Sequence[str]) -> None:
+        self._codec = codec
+        self._texts = iter(texts)
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Generation:
+        ids = (*self._codec.encode_text(next(self._texts)), self._codec.end_of_turn)
+        return Generation(token_ids=ids, logprobs=(0.0,) * len(ids), finish_reason="stop", weight_version=0)
