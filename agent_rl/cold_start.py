@@ -61,7 +61,11 @@ async def cold_start(
     learner = Learner(
         load_model(base, config.model.dtype),
         LearnerConfig(
-            lr=settings.lr, warmup_steps=10, zero_stage=config.learner.zero_stage, layout=config.learner.layout
+            lr=settings.lr,
+            betas=(0.9, 0.95),  # a short run: the second moment must settle within it
+            warmup_steps=20,
+            zero_stage=config.learner.zero_stage,
+            layout=config.learner.layout,
         ),
         temperature=1.0,
     )
@@ -138,7 +142,8 @@ def expert_texts(setup: Setup) -> list[str]:
             ]
         )
     schemas: Any = [tool.schema for tool in setup.spec.tools]
-    texts: list[str] = render_jinja_template(conversations, tools=schemas, chat_template=CHAT_TEMPLATE)[0]
+    rendered: Any = render_jinja_template(conversations, tools=schemas, chat_template=CHAT_TEMPLATE)
+    texts: list[str] = rendered[0]
     # A completion is encoded alone, so no merge may reach across the generation prompt's end.
     return [text.replace("assistant\n", "assistant\n<|im_end|>") for text in texts]
 

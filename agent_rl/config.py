@@ -123,7 +123,7 @@ class ColdStartConfig(Section):
 
     steps: int = Field(0, ge=0)
     batch: int = Field(64, ge=1)
-    lr: float = Field(3e-3, gt=0)
+    lr: float = Field(1e-3, gt=0)
 
 
 class CheckpointConfig(Section):

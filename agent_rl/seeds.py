@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from functools import lru_cache
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -15,6 +16,11 @@ def derive_seed(*parts: int | str) -> int:
 def shuffled_index(cursor: int, size: int, seed: int) -> int:
     """The row to take at this place of an endless pass over ``size`` rows, reshuffled every epoch."""
     epoch, place = divmod(cursor, size)
+    return _epoch_order(epoch, size, seed)[place]
+
+
+@lru_cache(maxsize=2)
+def _epoch_order(epoch: int, size: int, seed: int) -> list[int]:
     order = list(range(size))
     random.Random(derive_seed(seed, "epoch", epoch)).shuffle(order)
-    return order[place]
+    return order

@@ -1,4 +1,4 @@
-"""The quickstart's model, made here: a Qwen2-shaped network of 0.8 M parameters and a small BPE tokenizer.
+"""The quickstart's model, made here: a Qwen2-shaped network of 0.9 M parameters and a small BPE tokenizer.
 
 The tokenizer's chat template is written after the Hermes convention that Qwen2.5 uses (tool schemas in ``<tools>``,
 calls in ``<tool_call>``, results in ``<tool_response>`` of a user turn). Digits are single tokens; everything else may
@@ -51,7 +51,7 @@ CHAT_TEMPLATE = """\
 """
 
 
-def train_tokenizer(texts: Iterable[str], *, vocab_size: int = 512) -> Any:
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int = 1024) -> Any:
     """A byte-level BPE tokenizer learned from ``texts``, with the special tokens and the template above."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -84,7 +84,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int = 512) -> Any:
 
 
 def make_model(vocab_size: int, *, seed: int, eos_token_id: int, pad_token_id: int) -> Any:
-    """A randomly initialised Qwen2 of about 0.8 M parameters (float32); torch's global generator stays as it was."""
+    """A randomly initialised Qwen2 of about 0.9 M parameters (float32); torch's global generator stays as it was."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
@@ -93,9 +93,10 @@ def make_model(vocab_size: int, *, seed: int, eos_token_id: int, pad_token_id: i
         intermediate_size=384,
         num_hidden_layers=4,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=4,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
+        initializer_range=0.06,  # at the usual 0.02 attention starts too flat: copying is not learned in 300 steps
         eos_token_id=eos_token_id,
         pad_token_id=pad_token_id,
         bos_token_id=None,
