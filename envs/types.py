@@ -11,6 +11,9 @@ Message = dict[str, Any]
 Stop = Literal["answer", "no_call", "max_turns", "max_tokens", "max_tool_calls", "time", "length", "failure"]
 """Why an episode ended: ``terminated`` for answer and no_call, ``truncated`` for limits; ``failure`` voids it."""
 
+Finish = Literal["stop", "length"]
+"""How a turn ended: by the model, or cut by the token limit."""
+
 CallStatus = Literal["ok", "invalid_json", "malformed", "unknown_tool", "invalid_args", "unclosed"]
 
 
@@ -29,7 +32,7 @@ class ModelTurn:
     """What the policy wrote in one turn, as text without the end-of-turn token."""
 
     text: str
-    finish: Literal["stop", "length"]  # length: cut by the token limit, so nothing in it may run
+    finish: Finish  # length: cut by the token limit, so nothing in it may run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
