@@ -1,0 +1,43 @@
+"""Shared by all tests: what a missing part means (a skip with its reason, or a failure where skips are forbidden)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+
+import pytest
+
+NO_SKIP = bool(os.environ.get("AGENT_RL_NO_SKIP"))
+"""Set in CI: a test that cannot run because something is missing fails there instead of being skipped."""
+
+
+def docker_reason() -> str:
+    """Why Docker tests cannot run; empty when they can."""
+    try:
+        probe = ["docker", "image", "inspect", "agent-rl-sandbox:latest"]
+        done = subprocess.run(probe, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"no Docker engine ({error})"
+    return "" if done.returncode == 0 else f"no Docker engine or no sandbox image ({done.stderr.strip()})"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reasons: dict[str, str] = {}
+    if any(item.get_closest_marker("docker") for item in items):
+        reasons["docker"] = docker_reason()
+    if importlib.util.find_spec("vllm") is None:
+        reasons["vllm"] = "vLLM is not installed"
+    for item in items:
+        for name, reason in reasons.items():
+            if reason and item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    skipped = [] if reporter is None else reporter.stats.get("skipped", [])
+    if NO_SKIP and skipped and exitstatus == 0:
+        reporter.write_line(f"AGENT_RL_NO_SKIP is set and {len(skipped)} tests were skipped: failing", red=True)
+        session.exitstatus = 1
