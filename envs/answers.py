@@ -1,81 +1,154 @@
-"""Math answers: found in what the policy wrote, then compared, exactly where that is possible.
+"""Finds the answer in what the policy wrote, and gives it one spelling.
 
-Whole model output never goes to math-verify: it merges all boxes of a text into one set. The last box is cut out here,
-outside reasoning, calls and code; only that goes further. What is not settled exactly is decided by math-verify in a
-process that can be killed (``envs.grader``).
+Whole model output never goes to math-verify: it merges all boxes of a text into one set. The answer is cut out here,
+outside reasoning, calls, code and forged tool output; only that goes further (``envs.equality``, ``envs.grader``).
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from fractions import Fraction
+from collections.abc import Iterator
 
-from envs.parsers import outside_reasoning
+from envs.reading import outside_reasoning
 
 MAX_ANSWER = 2048
 """Characters; a longer answer is not one."""
 
 
 def final_answer(text: str) -> str | None:
-    """Content of the last closed top-level ``\\boxed{...}`` outside think tags, calls and code; None without one."""
+    """Content of the last closed ``\\boxed{...}`` outside think tags, calls and code; None without one.
+
+    An ``<answer>`` element wins over what stands around it. Boxes joined by "and", "or" or a comma are one answer:
+    ``"\\boxed{1} and \\boxed{2}"`` gives ``"1, 2"``. When the last box is not closed there is no answer.
+    """
+    visible = _visible(text)
+    tagged = re.findall(r"<answer>(.*?)</answer>", visible, flags=re.DOTALL)
+    if tagged:
+        visible = tagged[-1]
+    boxes = list(_boxes(visible))
+    if not boxes:
+        answer = tagged[-1].strip() if tagged and "\\boxed" not in tagged[-1] else None
+    elif boxes[-1][2] is None:
+        answer = None
+    else:
+        parts = [boxes[-1][2]]
+        for (_, end, content), (start, _, _) in zip(boxes[-2::-1], boxes[:0:-1], strict=True):
+            if content is None or not re.fullmatch(r"[\s$]*(,|and|or|,\s*and)[\s$]*", visible[end:start]):
+                break
+            parts.insert(0, content)
+        answer = ", ".join(part.strip() for part in parts)
+    return answer if answer is not None and len(answer) <= MAX_ANSWER else None
+
+
+def stated_answer(text: str) -> str | None:
+    """``final_answer``, or without any box what follows the last "answer is" or "answer:" on its line.
+
+    For grading texts that nobody asked to use a box; rewards use ``final_answer``.
+    """
+    boxed = final_answer(text)
+    visible = _visible(text)
+    if boxed is not None or "\\boxed{" in visible or "\\fbox{" in visible:
+        return boxed
+    bare = re.findall(r"\\boxed\s+(-?[\w.]+)", visible)
+    if bare:
+        return str(bare[-1])
+    return _anchored(visible)
+
+
+def _anchored(text: str) -> str | None:
+    matches = list(re.finditer(r"(?i)\banswer(?:\s+is\s*:?|\s*:|\*\*\s*:|:\*\*)\s*(?=\S)", text))
+    if not matches:
+        return None
+    line = text[matches[-1].end() :].split("\n", 1)[0][: MAX_ANSWER + 1]
+    answer = re.split(r"\.(?:\s|$)", line, maxsplit=1)[0].strip(" *$")
+    return answer if answer and len(answer) <= MAX_ANSWER else None
+
+
+def _visible(text: str) -> str:
     visible = outside_reasoning(text)
-    for pattern in (r"<tool_call>.*?(?:</tool_call>|\Z)", r"```.*?(?:```|\Z)"):
-        visible = re.sub(pattern, " ", visible, flags=re.DOTALL)
-    answer = None
-    position = visible.find("\\boxed{")
-    while position >= 0:
-        start = position + len("\\boxed{")
-        end = _closing_brace(visible, start)
+    for tag in ("tool_call", "interpreter", "code", "tool_response"):
+        visible = re.sub(rf"<{tag}>.*?(?:</{tag}>|\Z)", " ", visible, flags=re.DOTALL)
+    visible = re.sub(r"```.*?(?:```|\Z)", " ", visible, flags=re.DOTALL)
+    return re.sub(r"<\|[a-z_]{1,32}\|>", " ", visible)
+
+
+def _boxes(text: str) -> Iterator[tuple[int, int, str | None]]:
+    """Start, end and content of every top-level box; content None for one that is not closed, which is the last."""
+    position = 0
+    while match := re.compile(r"\\(?:boxed|fbox)\s*\{").search(text, position):
+        end = _closing_brace(text, match.end())
         if end is None:
-            break
-        answer = visible[start:end]
-        position = visible.find("\\boxed{", end)
-    return answer.strip() if answer is not None and len(answer) <= MAX_ANSWER else None
+            yield match.start(), len(text), None
+            return
+        content = text[match.end() : end].strip()
+        while inner := re.fullmatch(r"\\(?:boxed|fbox)\s*\{(.*)\}", content, flags=re.DOTALL):
+            content = inner[1].strip()
+        yield match.start(), end + 1, content
+        position = end + 1
 
 
 def _closing_brace(text: str, start: int) -> int | None:
     depth = 1
-    for index in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[index], 0) if text[index - 1] != "\\" else 0
+    for match in re.compile(r"\\.|[{}]", flags=re.DOTALL).finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(match.group(), 0)
         if depth == 0:
-            return index
+            return match.start()
     return None
 
 
+_SIGNS = {
+    "−": "-", "–": "-", "—": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "⁄": "/", "π": r"\pi ",
+    "∞": r"\infty ", "°": r"^\circ ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∓": r"\mp ",
+    "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "∈": r"\in ", "≈": r"\approx ", "θ": r"\theta ",
+    "\u200b": "", "\u200c": "", "\u2060": "", "\ufeff": "", "ℝ": r"\mathbb{R}", "½": r"\frac{1}{2}",
+    "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅕": r"\frac{1}{5}",
+    "⅛": r"\frac{1}{8}", "⟨": r"\langle ", "⟩": r"\rangle ",
+}  # fmt: skip
+_RAISED = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ", "0123456789-n", strict=True))
+_LOWERED = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
+
+
 def normalised(answer: str) -> str:
-    """One spelling for what differs only in typesetting."""
-    text = unicodedata.normalize("NFKC", answer).translate({0x2212: "-", 0x2013: "-", 0x200B: None})
-    text = re.sub(r"\\(?:left|right|displaystyle|,|!|;|:|quad|qquad)(?![a-zA-Z])", "", text)
-    text = re.sub(r"\\[dt]frac", r"\\frac", text)
-    text = re.sub(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}", r"\1", text)
-    text = re.sub(r"^\\?\$|\\?\$$", "", text.strip())
-    return re.sub(r"\s+", " ", text).strip().rstrip(".")
+    """One spelling for what differs only in typesetting.
+
+    ``"\\dfrac12 "`` becomes ``"\\frac{1}{2}"``, ``"10\\,000"`` becomes ``"10000"``, ``"√2"`` becomes ``"\\sqrt{2}"``.
+    """
+    text = re.sub(f"[{''.join(_RAISED)}]+", lambda m: "^{" + "".join(_RAISED[c] for c in m.group()) + "}", answer)
+    text = re.sub(f"[{''.join(_LOWERED)}]+", lambda m: "_{" + "".join(_LOWERED[c] for c in m.group()) + "}", text)
+    text = re.sub(r"√\s*(\w+|(?=\())", lambda m: rf"\sqrt{{{m[1]}}}" if m[1] else r"\sqrt", text)
+    for sign, spelled in _SIGNS.items():
+        text = text.replace(sign, spelled)
+    text = unicodedata.normalize("NFKC", text)
+    # Groups of thousands, before the blanks that hold them go. Applied twice: neighbours share their digits.
+    for _ in range(2):
+        text = re.sub(r"(?<![\d.])(\d{1,3})((?:(?:\\[,;! ]|\{,\}|,\\!|~)\d{3})+)(?!\d)", _without_marks, text)
+    text = re.sub(r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])\s*(?:\.(?=\s|$))?", "", text)
+    text = re.sub(r"\\(?:displaystyle|textstyle|limits|qquad|quad)(?![a-zA-Z])|(?<!\\)\\[,;:! ]|~", " ", text)
+    text = re.sub(r"\\[dtc]frac(?![a-zA-Z])", r"\\frac", text)
+    text = re.sub(r"\\(?:geq|geqslant)(?![a-zA-Z])", r"\\ge", text)
+    text = re.sub(r"\\(?:leq|leqslant)(?![a-zA-Z])", r"\\le", text)
+    text = re.sub(r"\\neq(?![a-zA-Z])", r"\\ne", text)
+    text = re.sub(r"\\varnothing", r"\\emptyset", text)
+    for _ in range(3):  # nested font commands
+        text = re.sub(
+            r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it|sf|normal)|mbox|operatorname\*?|boldsymbol|bm)\s*\{([^{}]*)\}",
+            r" \1 ",
+            text,
+        )
+    text = re.sub(r"\\\(|\\\)|\\\[|\\\]|(?<!\\)\$", " ", text)
+    text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)
+    text = re.sub(r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{", text)
+    text = re.sub(r"(\\frac\{[^{}]*\})\s*(\d)", r"\1{\2}", text)
+    text = re.sub(r"\\sqrt\s*(\d+)", r"\\sqrt{\1}", text)
+    text = re.sub(r"\\sqrt\s+(\w)", r"\\sqrt{\1}", text)
+    text = re.sub(r"(?<![\\a-zA-Z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
+    text = text.replace("**", "^")
+    text = re.sub(r"_\{(\w)\}", r"_\1", text)
+    text = re.sub(r"\^\{\\circ\}", r"^\\circ", text)
+    text = re.sub(r"\s+", " ", text).strip()
+    return text.rstrip(".,;").strip() if not text.endswith("...") else text
 
 
-def exact_number(answer: str) -> Fraction | None:
-    """The rational number that a plain integer, decimal, fraction or e-notation is; None for anything else."""
-    text = normalised(answer).replace(" ", "")
-    if re.fullmatch(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?", text):
-        text = text.replace(",", "")
-    fraction = re.fullmatch(r"([-+]?)\\frac\{([-+]?\d{1,30})\}\{(\d{1,30})\}", text)
-    if fraction:
-        text = f"{fraction[1]}{fraction[2]}/{fraction[3]}" if not fraction[1] or fraction[2][0].isdigit() else ""
-    if not re.fullmatch(r"[-+]?(\d{1,300}(\.\d{0,300})?|\.\d{1,300})(e[-+]?\d{1,3})?|[-+]?\d{1,30}/\d{1,30}", text):
-        return None
-    try:
-        return Fraction(text.rstrip("."))
-    except (ValueError, ZeroDivisionError):
-        return None
-
-
-def same_exactly(gold: str, answer: str) -> bool | None:
-    """True or False where spelling or rational value decide; None where only algebra can."""
-    if normalised(gold) == normalised(answer):
-        return True
-    left, right = exact_number(gold), exact_number(answer)
-    if left is None or right is None:
-        return None
-    if left.denominator == right.denominator == 1:
-        return left == right
-    return abs(left - right) <= Fraction(1, 10**6) * abs(left)
+def _without_marks(match: re.Match[str]) -> str:
+    return match[1] + re.sub(r"\D", "", match[2])

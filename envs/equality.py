@@ -1,0 +1,431 @@
+"""Whether two answers mean the same: exactly where spelling or rational numbers decide, piece by piece elsewhere.
+
+An answer is a value with perhaps a unit, or a structure (list, tuple, set, interval, union, matrix) of answers. The
+pieces are compared as numbers, as words, or by ``leaf``, which may need algebra and is therefore given from outside.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from envs.answers import normalised
+
+Leaf = Callable[[str, str], bool]
+
+MAX_ITEMS = 32
+"""Pieces of a structure; longer ones are compared by spelling alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Number:
+    """A rational value; ``exact`` when written as an integer or a fraction, so that no tolerance applies."""
+
+    value: Fraction
+    exact: bool
+
+
+def exact_number(answer: str) -> Fraction | None:
+    """The rational number that an integer, decimal, fraction, mixed number or e-notation is; None for anything else."""
+    number = _number(normalised(answer))
+    return number.value if number else None
+
+
+def same_exactly(gold: str, answer: str) -> bool | None:
+    """True or False where spelling, words or rational values decide; None where structure or algebra must."""
+    left, right = normalised(gold), normalised(answer)
+    if left.replace(" ", "") == right.replace(" ", ""):
+        return True
+    if not _balanced(right):
+        return False
+    left_value, right_value = measured(left), measured(right)
+    if left_value and right_value:
+        return left_value.equals(right_value)
+    if _is_words(left) and _is_words(right):
+        return _word(left) == _word(right)
+    return None
+
+
+def equal(gold: str, answer: str, leaf: Leaf) -> bool:
+    """Whether the answers mean the same; ``leaf`` decides what neither spelling nor numbers do."""
+    return _equal(normalised(gold), normalised(answer), leaf, 0)
+
+
+def _equal(gold: str, answer: str, leaf: Leaf, depth: int) -> bool:
+    exactly = same_exactly(gold, answer)
+    if exactly is not None:
+        return exactly
+    if depth > 4:
+        return False
+    gold, answer = _plain(gold), _plain(_of_choice(answer, gold))
+    again = same_exactly(gold, answer)
+    if again is not None:
+        return again
+
+    def every(left: Sequence[str], right: Sequence[str]) -> bool:
+        return len(left) == len(right) and all(_equal(a, b, leaf, depth + 1) for a, b in zip(left, right, strict=True))
+
+    def covers(left: Sequence[str], right: Sequence[str]) -> bool:
+        return max(len(left), len(right)) <= MAX_ITEMS and all(
+            any(_equal(a, b, leaf, depth + 1) for a in left) for b in right
+        )
+
+    def as_sets(left: Sequence[str], right: Sequence[str]) -> bool:
+        return covers(left, right) and all(any(_equal(a, b, leaf, depth + 1) for b in right) for a in left)
+
+    matrices = _matrix(gold), _matrix(answer)
+    if matrices[0] and matrices[1]:
+        return len(matrices[0]) == len(matrices[1]) and all(
+            every(a, b) for a, b in zip(matrices[0], matrices[1], strict=True)
+        )
+    unions = _split(_as_interval(gold), r"\cup"), _split(_as_interval(answer), r"\cup")
+    if len(unions[0]) > 1 or len(unions[1]) > 1:
+        return as_sets(*unions)
+    shapes = _shape(gold, matrices[0]), _shape(answer, matrices[1])
+    if shapes[0] is not None or shapes[1] is not None:
+        return _same_shape(gold, answer, shapes, every, as_sets)
+    lists = _listed(gold), _listed(answer)
+    if len(lists[0]) > 1 or len(lists[1]) > 1:
+        return as_sets(*lists)
+    bases = _in_base(gold), _in_base(answer)
+    if bases[0] or bases[1]:
+        digits, other_digits = bases[0] or (gold, ""), bases[1] or (answer, "")
+        return digits[0] == other_digits[0] and (digits[1] == other_digits[1] or "" in (digits[1], other_digits[1]))
+    sides = _sides(gold), _sides(answer)
+    if len(sides[1]) > 1 and (len(sides[0]) == 1 or _is_name(sides[0][0])):
+        right = sides[1][-1]
+        if len(sides[0]) == 1 or _is_name(sides[1][0]):
+            return _equal(sides[0][-1], right, leaf, depth + 1)
+    if len(sides[1]) == 1 and len(sides[0]) == 2 and _is_name(sides[0][0]):
+        return _equal(sides[0][1], answer, leaf, depth + 1)
+    return leaf(gold, answer)
+
+
+def _same_shape(
+    gold: str,
+    answer: str,
+    shapes: tuple[tuple[str, list[str]] | None, tuple[str, list[str]] | None],
+    every: Callable[[Sequence[str], Sequence[str]], bool],
+    as_sets: Callable[[Sequence[str], Sequence[str]], bool],
+) -> bool:
+    left, right = shapes
+    if left and right:
+        if "{" in (left[0], right[0]):
+            return left[0] == right[0] and as_sets(left[1], right[1])
+        return left[0] == right[0] and every(left[1], right[1])
+    kind, items = left or right or ("", [])
+    other = _listed(answer if left else gold)
+    if kind == "{":  # a set without its braces
+        return as_sets(items, other)
+    if kind == "()" and len(other) == len(items) and all("=" in item for item in other):
+        values = [_sides(item)[-1] for item in other]  # "x=1, y=2" for a pair
+        return every(items, values)
+    return False
+
+
+# Numbers and units.
+
+_UNITS: dict[str, tuple[str, Fraction]] = {}
+for _dimension, _listing in {
+    "length": "mm millimeter 1/1000;cm centimeter 1/100;dm decimeter 1/10;m meter 1;km kilometer 1000",
+    "mass": "mg milligram 1/1000000;g gram 1/1000;kg kilogram 1",
+    "time": "ms millisecond 1/1000;s second 1;min minute 60;h hour 3600;day day 86400;week week 604800",
+    "volume": "ml milliliter 1/1000;l liter 1",
+    "angle": "deg degree 1",
+    "percent": "% percent 1",
+}.items():
+    for _entry in _listing.split(";"):
+        _short, _long, _factor = _entry.split()
+        for _name in (
+            _short,
+            _long,
+            _long + "s",
+            _long.replace("meter", "metre"),
+            _long.replace("meter", "metre") + "s",
+        ):
+            _UNITS[_name] = (_dimension, Fraction(_factor))
+_UNITS |= {"sec": _UNITS["s"], "hr": _UNITS["h"], "hrs": _UNITS["h"], "mins": _UNITS["min"], "°": _UNITS["deg"]}
+_CURRENCIES = {r"\$": "dollar", "USD": "dollar", "US$": "dollar", "dollar": "dollar", "dollars": "dollar"}
+_CURRENCIES |= {"€": "euro", "EUR": "euro", "euro": "euro", "euros": "euro", "£": "pound", "GBP": "pound"}
+_NOT_UNITS = {"or", "and", "sin", "cos", "tan", "log", "ln", "exp", "pi", "mod", "base", "import", "sqrt", "nan", "inf"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A number with its unit; the unit is empty when none was written."""
+
+    number: Number
+    unit: str
+
+    def equals(self, answer: Measured) -> bool:
+        """Whether ``answer`` is this: a missing unit is forgiven, another one is not."""
+        left, right = self.number, answer.number
+        percent = [_UNITS.get(unit, ("",))[0] == "percent" for unit in (self.unit, answer.unit)]
+        if percent[0] != percent[1] and not (self.unit and answer.unit):
+            shares = [Fraction(1, 100) if is_percent else Fraction(1) for is_percent in percent]
+            return _close(left, right, Fraction(1)) or _close(left, right, shares[1] / shares[0])
+        if self.unit and answer.unit and self.unit != answer.unit:
+            a, b = _UNITS.get(self.unit), _UNITS.get(answer.unit)
+            return bool(a and b and a[0] == b[0] and _close(left, right, b[1] / a[1]))
+        return _close(left, right, Fraction(1))
+
+
+def _close(gold: Number, answer: Number, factor: Fraction) -> bool:
+    """Equal; or within 1e-6 of the gold value where one of them is a rounded form and the gold is no integer."""
+    value = answer.value * factor
+    if gold.value == value:
+        return True
+    if gold.exact and gold.value.denominator == 1:
+        return False
+    if gold.exact and answer.exact:
+        return False
+    return abs(gold.value - value) <= abs(gold.value) / 10**6
+
+
+def measured(text: str) -> Measured | None:
+    """The number with its unit that the normalised text is; None for anything else."""
+    number = _number(text)
+    if number:
+        return Measured(number=number, unit="")
+    currency = re.fullmatch(
+        r"(\\\$|US\$|USD|EUR|GBP|€|£)\s*(\S.*)|(\S.*?)\s*(\\\$|USD|EUR|GBP|€|£|dollars?|euros?)", text
+    )
+    if currency:
+        number = _number(currency[2] or currency[3])
+        return Measured(number=number, unit=_CURRENCIES[currency[1] or currency[4]]) if number else None
+    degrees = re.fullmatch(r"(.+?)\s*(?:\^\s*\\circ|\\degree)", text)
+    if degrees:
+        number = _number(degrees[1])
+        return Measured(number=number, unit="deg") if number else None
+    percent = re.fullmatch(r"(.+?)\s*\\?%", text)
+    if percent:
+        number = _number(percent[1])
+        return Measured(number=number, unit="percent") if number else None
+    worded = re.fullmatch(r"(.*?[\d}])\s*((?:[a-zA-Z]+[ /.]*)+)(?:\^\s*\{?(\d)\}?)?", text)
+    if not worded:
+        return None
+    unit = " ".join(worded[2].split()).strip(" .")
+    number = _number(worded[1])
+    words = set(re.findall(r"[a-zA-Z]+", unit.lower()))
+    if number is None or words & _NOT_UNITS:
+        return None
+    known = all(word in _UNITS or word in ("square", "sq", "cubic", "per", "mph") for word in words)
+    if not known and min(map(len, words)) < 3:
+        return None
+    unit = {"square units": "", "units": "", "unit": "", "sq units": ""}.get(unit.lower(), unit)
+    power = worded[3] or ""
+    if raised := re.fullmatch(r"(?:(sq|square)|(cubic)) (\w+)", unit):
+        unit, power = raised[3], "2" if raised[1] else "3"
+    key = unit.lower() if unit.lower() in _UNITS else unit
+    return Measured(number=number, unit=_canonical_unit(key) + (f"^{power}" if power and key else ""))
+
+
+def _canonical_unit(unit: str) -> str:
+    """``meters`` and ``m`` are one; ``minutes`` and ``min`` too; an unknown word loses its plural."""
+    if unit in _UNITS:
+        return next(name for name, entry in _UNITS.items() if entry == _UNITS[unit])
+    return unit[:-1] if len(unit) > 3 and unit.endswith("s") else unit
+
+
+_DIGITS = r"(?:\d{1,400}(?:\.\d{0,400})?|\.\d{1,400})"
+
+
+def _number(text: str) -> Number | None:
+    text = text.strip()
+    while wrapped := re.fullmatch(r"\{\s*([^{}]*?)\s*\}", text):
+        text = wrapped[1]
+    sign = 1
+    signed = re.match(r"([-+])\s*(?=[\d.\\])", text)
+    if signed:
+        sign, text = (-1 if signed[1] == "-" else 1), text[signed.end() :]
+    if re.fullmatch(r"\d{1,3}(?:, ?\d{3})+(?:\.\d+)?|\d{1,3}(?: \d{3})+", text) and not re.search(r", \d", text):
+        text = re.sub(r"[, ]", "", text)
+    found = _unsigned(text)
+    return Number(value=sign * found.value, exact=found.exact) if found else None
+
+
+def _unsigned(text: str) -> Number | None:
+    if re.fullmatch(r"\d{1,400}", text):
+        return Number(value=Fraction(int(text)), exact=True)
+    if re.fullmatch(_DIGITS, text):
+        return Number(value=Fraction("0" + text.rstrip(".")), exact=False)
+    if m := re.fullmatch(rf"({_DIGITS})[eE]([-+]?\d{{1,3}})", text):
+        return Number(value=Fraction("0" + m[1].rstrip(".")) * Fraction(10) ** int(m[2]), exact=False)
+    if m := re.fullmatch(
+        rf"(?:({_DIGITS})\s*(?:\\times|\\cdot|\*|x)\s*)?10\s*\^\s*(?:\{{\s*([-+]?\d{{1,3}})\s*\}}|([-+]?\d{{1,3}}))",
+        text,
+    ):
+        value = Fraction("0" + (m[1] or "1").rstrip(".")) * Fraction(10) ** int(m[2] or m[3])
+        return Number(value=value, exact=m[1] is None)
+    if m := re.fullmatch(r"(\d{0,40})\.(\d{0,40})\\overline\{(\d{1,40})\}", text):
+        whole, fixed, repeated = (m[1] or "0"), m[2], m[3]
+        value = Fraction(
+            int(whole + fixed + repeated) - int(whole + fixed), 10 ** len(fixed) * (10 ** len(repeated) - 1)
+        )
+        return Number(value=value, exact=True)
+    m = re.fullmatch(rf"(?:(\d{{1,30}})\s*)?\\frac\{{\s*(-?{_DIGITS})\s*\}}\{{\s*(-?{_DIGITS})\s*\}}", text)
+    m = m or re.fullmatch(rf"(?:(\d{{1,30}})\s+)?(-?{_DIGITS})\s*/\s*({_DIGITS})", text)
+    if m:
+        top, bottom = (Fraction(part.rstrip(".").replace("-.", "-0.")) for part in (m[2], m[3]))
+        if bottom == 0 or (m[1] and (top < 0 or bottom < 0)):
+            return None
+        return Number(value=(int(m[1]) if m[1] else 0) + top / bottom, exact=True)
+    return None
+
+
+# Words and structures.
+
+_NOTHING = {"nosolution", "nosolutions", "norealsolution", "norealsolutions", "emptyset", "\\emptyset", "\\{\\}"}
+
+
+def _is_words(text: str) -> bool:
+    return re.sub(r"\s", "", text).lower() in _NOTHING or bool(
+        re.fullmatch(r"\(?[A-Za-z]{2,}[A-Za-z .,'\d]*\)?|\([A-Z]\)", text)
+    )
+
+
+def _word(text: str) -> str:
+    word = re.sub(r"[\s()]", "", text).lower()
+    return "\\emptyset" if word in _NOTHING else word
+
+
+def _balanced(text: str) -> bool:
+    """As many opening as closing brackets; which kind does not matter, because of half-open intervals."""
+    bare = re.sub(r"\\[{}]", "", text)
+    return sum(map(bare.count, "([{")) == sum(map(bare.count, ")]}"))
+
+
+def _plain(text: str) -> str:
+    """Without what only introduces the answer: "the answer is", "x \\in", a lone pair of braces."""
+    text = re.sub(r"(?i)^.*\banswer\s*(?:is|:)\s*", "", text)
+    text = re.sub(r"^[a-zA-Z]\s*\\in\s*", "", text)
+    text = text.replace(r"\approx", "=").replace(r"\langle", "(").replace(r"\rangle", ")")
+    return text.strip()
+
+
+def _of_choice(answer: str, gold: str) -> str:
+    """``(A) 55`` without its letter, unless the gold is a letter too; then the letter alone."""
+    choice = re.match(r"\(([A-Z])\)\s*(?=\S)", answer)
+    if choice is None:
+        return answer
+    return choice[1] if re.fullmatch(r"\(?[A-Z]\)?", gold) else answer[choice.end() :]
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """The top-level pieces between separators."""
+    pieces, depth, start, index = [], 0, 0, 0
+    while index < len(text):
+        if text[index] in "([{":
+            depth += 1
+        elif text[index] in ")]}":
+            depth -= 1
+        elif depth == 0 and text.startswith(separator, index):
+            pieces.append(text[start:index].strip())
+            start = index + len(separator)
+        index += 1
+    return [*pieces, text[start:].strip()]
+
+
+def _listed(text: str) -> list[str]:
+    """The items of "1, 2 and 3", of "x=1 or x=2" and of "1 \\pm a"; one item otherwise."""
+    text = re.sub(r"(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])", ",", text)
+    items = [item for item in _split(text, ",") if item]
+    spread = []
+    for item in items:
+        if r"\pm" in item or r"\mp" in item:
+            spread.append(item.replace(r"\pm", "+").replace(r"\mp", "-"))
+            spread.append(item.replace(r"\pm", "-").replace(r"\mp", "+"))
+        else:
+            spread.append(item)
+    return [re.sub(r"^\+\s*", "", item) for item in spread]
+
+
+def _shape(text: str, matrix: list[list[str]] | None) -> tuple[str, list[str]] | None:
+    """Brackets and items of a tuple, set or interval; a column or row vector is a tuple."""
+    if matrix and (len(matrix) == 1 or all(len(row) == 1 for row in matrix)):
+        return "()", [cell for row in matrix for cell in row]
+    text = _as_interval(text)
+    braces = re.fullmatch(r"\\\{(.*)\\\}", text, flags=re.DOTALL)
+    if braces:
+        return "{", _listed(braces[1])
+    if len(text) < 2 or text[0] not in "([" or text[-1] not in ")]" or not _wraps(text):
+        return None
+    items = _split(text[1:-1], ",")
+    return (text[0] + text[-1], items) if len(items) > 1 else None
+
+
+def _wraps(text: str) -> bool:
+    """Whether the first bracket is closed by the last character."""
+    depth = 0
+    for index, character in enumerate(text):
+        depth += (character in "([{") - (character in ")]}")
+        if depth == 0:
+            return index == len(text) - 1
+    return False
+
+
+def _matrix(text: str) -> list[list[str]] | None:
+    inner = re.fullmatch(r"\\begin\{([pbvBV]?matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}", text, flags=re.DOTALL)
+    if inner is None:
+        return None
+    rows = [row for row in re.split(r"\\\\", inner[2]) if row.strip()]
+    return [[cell.strip() for cell in row.split("&")] for row in rows]
+
+
+_RELATION = re.compile(r"\\le(?![a-z])|\\ge(?![a-z])|<|>")
+
+
+def _as_interval(text: str) -> str:
+    """``x \\ge 0`` as ``[0,\\infty)`` and ``1 < x \\le 2`` as ``(1,2]``; anything else as it is."""
+    if text == r"\mathbb{R}":
+        return r"(-\infty,\infty)"
+    alternatives = re.split(r"\s+or\s+", text)
+    if len(alternatives) > 1 and all(_RELATION.search(part) for part in alternatives):
+        return r"\cup".join(map(_as_interval, alternatives))
+    relations = _RELATION.findall(text)
+    sides = [side.strip() for side in _RELATION.split(text)]
+    if len(relations) == 1 and (_is_variable(sides[0]) or _is_variable(sides[1])):
+        relation = relations[0] if _is_variable(sides[0]) else _turned(relations[0])
+        bound = sides[1] if _is_variable(sides[0]) else sides[0]
+        if relation in ("<", r"\le"):
+            return f"(-\\infty,{bound}{')' if relation == '<' else ']'}"
+        return f"{'(' if relation == '>' else '['}{bound},\\infty)"
+    if len(relations) == 2 and _is_variable(sides[1]) and len(set(map(_direction, relations))) == 1:
+        if _direction(relations[0]) == ">":
+            sides, relations = sides[::-1], [_turned(relation) for relation in relations[::-1]]
+        opening, closing = "(" if relations[0] == "<" else "[", ")" if relations[1] == "<" else "]"
+        return f"{opening}{sides[0]},{sides[2]}{closing}"
+    return text
+
+
+def _turned(relation: str) -> str:
+    return {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}[relation]
+
+
+def _direction(relation: str) -> str:
+    return "<" if relation in ("<", r"\le") else ">"
+
+
+def _is_variable(text: str) -> bool:
+    return bool(re.fullmatch(r"[a-zA-Z]|\\[a-z]+", text)) and text not in (r"\pi", r"\infty", "e", "i")
+
+
+def _is_name(text: str) -> bool:
+    """A variable, perhaps with an index or its argument: ``x``, ``a_1``, ``f(x)``."""
+    return bool(
+        re.fullmatch(r"(?:[a-zA-Z]|\\[a-z]+)(?:_\{?\w+\}?)?(?:\s*\(\s*[a-z](?:,\s*[a-z])*\s*\))?", text.strip())
+    )
+
+
+def _sides(text: str) -> list[str]:
+    if _RELATION.search(text) or r"\ne" in text:
+        return [text]
+    return [side.strip() for side in text.split("=")] if "=" in text else [text]
+
+
+def _in_base(text: str) -> tuple[str, str] | None:
+    """Digits and base of ``2516_8`` or ``(2516)_{10}``."""
+    m = re.fullmatch(r"\(?\s*([0-9A-F]+)\s*\)?_\{?(\d{1,2})\}?", text)
+    return (m[1], m[2]) if m else None

@@ -1,0 +1,155 @@
+"""Answers are found in policy text only and compared as a reader would; no answer can hang or kill the grader."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envs.answers import final_answer, normalised, stated_answer
+from envs.equality import equal, same_exactly
+from envs.grader import Grader, is_reasonable
+
+PAIRS = Path(__file__).parents[1] / "data" / "grading_pairs.jsonl"
+ROWS = [json.loads(line) for line in PAIRS.read_text(encoding="utf-8").splitlines()]
+JUDGED_OTHERWISE: set[str] = set()
+"""Ids of pairs in which we deliberately differ from the file."""
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def grader() -> AsyncIterator[Grader]:
+    grader = Grader()
+    await grader.start()
+    yield grader
+    await grader.close()
+
+
+async def judged(grader: Grader, row: dict[str, Any]) -> str:
+    answer = stated_answer(row["pred"])
+    return "unparsable" if answer is None else await grader.verdict(row["gold"], answer)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_pairs_are_judged_as_common_sense_does(grader: Grader) -> None:
+    wrong = {row["id"] for row in ROWS if (await judged(grader, row) == "correct") != row["expected"]}
+    assert wrong == JUDGED_OTHERWISE
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("row", [row for row in ROWS if row["category"] == "dos"], ids=lambda row: row["id"])
+async def test_hostile_answers_are_settled_within_two_seconds(grader: Grader, row: dict[str, Any]) -> None:
+    started = time.monotonic()
+    await judged(grader, row)
+    assert time.monotonic() - started < 2.0
+
+
+HOSTILE = [
+    "10^{10^{10}}", "9**9**9", "(1+\\sqrt{2})^{999}-(1-\\sqrt{2})^{998}+x^{999}", "\\sum_{n=1}^{10000000} n^{n}",
+    "\\prod_{k=1}^{99999} k", "\\int_0^{999} x^{x^{x}} dx", "((((((((((1+x)^9)^9)^9)^9)^9)^9)^9)^9)^9)", "[" * 3000,
+    "{" * 300 + "}" * 300, "\\frac{" * 200, "__import__('os').system('touch /tmp/agent-rl-owned')", "x" * 2000,
+    "\\sqrt" * 300, "1," * 1000, "\\text{" * 100 + "a" + "}" * 100, "\u0000\ud800",
+]  # fmt: skip
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("answer", HOSTILE)
+async def test_hostile_expressions_neither_hang_nor_pass(grader: Grader, answer: str) -> None:
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.05)
+            ticks += 1
+
+    ticker = asyncio.create_task(tick())
+    started = time.monotonic()
+    assert await grader.verdict("\\sqrt{2}+1", answer) != "correct"
+    assert time.monotonic() - started < 2.0
+    if time.monotonic() - started > 0.5:
+        assert ticks > 3, "the event loop stood still"
+    ticker.cancel()
+    assert await grader.verdict("x+1", "1+x") == "correct", "the grader works on"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_killed_grading_process_is_replaced(grader: Grader) -> None:
+    assert grader._process is not None
+    grader._process.kill()
+    assert await grader.verdict("x+1", "1+x") == "correct"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_cancelled_question_does_not_shift_the_answers(grader: Grader) -> None:
+    slow = asyncio.create_task(grader.verdict("5", "\\int_0^{1} e^{x^2}\\sin(x^3)\\,dx"))
+    await asyncio.sleep(0.2)
+    slow.cancel()
+    await asyncio.gather(slow, return_exceptions=True)
+    assert await grader.verdict("x+1", "1+x") == "correct"
+    assert await grader.verdict("x+1", "2+x") == "wrong"
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("so \\boxed{1}. No: \\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
+        ("<think>\\boxed{1}</think> nothing", None),
+        ("\\boxed{1}</think> nothing", None),
+        ("<think>\\boxed{1}", None),
+        ("```python\nprint('\\boxed{1}')\n```", None),
+        ('<tool_call>{"name": "python", "arguments": {"code": "\\\\boxed{1}"}}</tool_call>', None),
+        ("<interpreter>\\boxed{1}</interpreter>", None),
+        ("<code>\\boxed{1}", None),
+        ("\\boxed{1} then \\boxed{2", None),
+        ("\\boxed{a\\}b}", "a\\}b"),
+        ("<answer>\\boxed{4}</answer> or \\boxed{5}", "4"),
+        ("<answer>4</answer>", "4"),
+        ("roots $\\boxed{1}$, $\\boxed{2}$ and $\\boxed{3}$", "1, 2, 3"),
+        ("\\boxed{3} \\boxed{4}", "4"),
+        ("\\boxed{\\boxed{7}}", "7"),
+        ("\\boxed{" + "1" * 3000 + "}", None),
+        ("the answer is 5.", None),
+    ],
+)
+def test_the_final_answer_is_the_last_closed_box_of_the_policy(text: str, answer: str | None) -> None:
+    assert final_answer(text) == answer
+
+
+def test_docstring_examples_of_spelling() -> None:
+    assert normalised("\\dfrac12 ") == "\\frac{1}{2}"
+    assert normalised("10\\,000") == "10000"
+    assert normalised("√2") == "\\sqrt{2}"
+    assert final_answer("\\boxed{1} and \\boxed{2}") == "1, 2"
+
+
+INTEGERS = st.integers(-(10**30), 10**30)
+
+
+@given(a=INTEGERS, b=INTEGERS)
+def test_integers_are_compared_exactly_and_without_a_process(a: int, b: int) -> None:
+    assert same_exactly(str(a), f"{b:,}") is (a == b)
+    assert same_exactly(str(a), f"{a}.0") is True
+
+
+@given(a=st.integers(-999, 999), b=st.integers(1, 999), k=st.integers(1, 9))
+def test_fractions_are_compared_as_rational_numbers(a: int, b: int, k: int) -> None:
+    assert same_exactly(f"\\frac{{{a}}}{{{b}}}", f"{a * k}/{b * k}") is True
+    assert same_exactly(f"\\frac{{{a}}}{{{b}}}", f"{a + 1}/{b}") is False
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(alphabet="\\{}()[]<>$ ,.^_+-=/0123456789abixe%!√½×", max_size=40))
+def test_reading_answers_never_raises_and_everything_equals_itself(text: str) -> None:
+    spelled = normalised(text)
+    assert same_exactly(text, text) is True
+    assert isinstance(equal("1", spelled, lambda a, b: False), bool)
+    is_reasonable(text)
+    stated_answer(text)
