@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -90,7 +91,7 @@ def test_folder_holds_the_packages_model(tmp_path: Path) -> None:
     folder = prepare_smollm2(tmp_path / "model")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
     assert model.dtype == torch.float32
     assert model.lm_head.weight is model.model.embed_tokens.weight
     own = dict(model.named_parameters())
@@ -105,7 +106,7 @@ def test_folder_holds_the_packages_model(tmp_path: Path) -> None:
     for name, tensor in packed.items():
         assert torch.equal(own[names[name]], torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy()))
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1, 2, 3, 4, 5, 6, 7,"}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == (
