@@ -10,9 +10,11 @@ is never shown. A bug in a tool raises ``ToolBug``, or voids where the caller as
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from itertools import groupby
 from typing import Any, Literal, TypeVar
 
 import gymnasium
@@ -24,7 +26,7 @@ from envs.data import TaskSource
 from envs.grader import Grader, GraderFailure
 from envs.parsers import get_dialect
 from envs.rewards import Episode, Rubric
-from envs.tools import Tool, ToolBug, ToolContext, ToolOutput
+from envs.tools import HeldSandbox, Tool, ToolBug, ToolContext, ToolOutput
 from envs.types import Failure, Message, ModelTurn, Opening, Stop, Task, ToolCall, TurnResult
 from sandboxes import SandboxFailure, SandboxPool, SandboxSpec, resolve
 
@@ -37,9 +39,10 @@ class Limits(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     max_turns: int = Field(4, ge=1, description="turns of the model; a call in the last one is not run")
-    max_tool_calls: int = Field(8, ge=0, description="calls that ran")
+    max_tool_calls: int = Field(8, ge=0, description="calls that run; a turn that would go over it ends the episode")
+    max_calls_per_turn: int = Field(8, ge=1, description="calls of one turn that run; the others are told so")
     max_result_chars: int = Field(4096, ge=64, description="of one tool result; the middle is left out, and said so")
-    wall_s: float = Field(300.0, gt=0, description="seconds from reset, looked at between turns")
+    wall_s: float = Field(300.0, gt=0, description="seconds from reset; a call that is running then is stopped")
 
 
 class Resources:
@@ -94,6 +97,7 @@ class ToolEnv(gymnasium.Env[str, str]):
         instruction: system message; none when empty.
         resources: sandboxes and grader; made and owned by the environment when None.
         on_tool_bug: ``raise`` a ``ToolBug``, or ``void`` the episode.
+        approve: asked before each call that would run; one that it refuses is told so.
     """
 
     metadata: dict[str, Any] = {  # noqa: RUF012  # Gymnasium's own declaration
@@ -111,6 +115,7 @@ class ToolEnv(gymnasium.Env[str, str]):
         instruction: str = "",
         resources: Resources | None = None,
         on_tool_bug: Literal["raise", "void"] = "raise",
+        approve: Callable[[ToolCall], Awaitable[bool]] | None = None,
     ) -> None:
         self.tasks = tasks
         self.tools = {tool.name: tool for tool in tools}
@@ -125,18 +130,31 @@ class ToolEnv(gymnasium.Env[str, str]):
         self._loop: _LoopThread | None = None
         self._own_resources: Resources | None = None
         self._task: Task | None = None
+        self._approve = approve
+        self._held = HeldSandbox(None)
 
     # The asynchronous core.
 
     async def areset(self, seed: int, task: Task) -> Opening:
         """A new episode on ``task``. No sandbox is taken before the first call runs."""
+        await self._held.release()
         self._task = task
         self._turns: list[str] = []
         self._calls: list[ToolCall] = []
         self._succeeded: list[bool] = []
-        self._deadline = time.monotonic() + self.limits.wall_s
-        self._state: dict[str, Any] = {"seed": seed}
+        self._submitted: str | None = None
         self._stop: Stop | None = None
+        deadline = time.monotonic() + self.limits.wall_s
+        pool = self._resources.pool if self._resources else None
+        self._held = HeldSandbox(pool, task.meta.get("files"))
+        self._context = ToolContext(
+            task=task,
+            pool=pool,
+            state={"seed": seed},
+            rng=random.Random(seed),
+            deadline=deadline,
+            held=self._held,
+        )
         system: list[Message] = [{"role": "system", "content": self.instruction}] if self.instruction else []
         return Opening(
             messages=(*system, {"role": "user", "content": task.prompt}),
@@ -148,27 +166,44 @@ class ToolEnv(gymnasium.Env[str, str]):
         if self._task is None or self._stop is not None:
             raise RuntimeError("the episode is over: call reset first")
         self._turns.append(turn.text)
-        calls = self.dialect.parse(turn.text, turn.finish, self.tools)
+        calls = self.dialect.parse(turn.text, turn.finish, self.tools) if self.tools else ()
         self._calls += calls
         stop = self._stop_before(turn, calls)
         if stop is not None:
             return await self._end(stop, calls)
-        messages: list[Message] = []
-        for number, call in enumerate(calls):
-            try:
-                output = await self._run(call)
-            except (SandboxFailure, ToolBug) as error:
-                if isinstance(error, ToolBug) and self._on_tool_bug == "raise":
-                    raise
-                where = f"turn {len(self._turns)}, call {number + 1} of {len(calls)}, tool {call.name}"
-                kind: Literal["sandbox", "tool_bug"] = "sandbox" if isinstance(error, SandboxFailure) else "tool_bug"
-                return self._void(Failure(kind=kind, where=where, detail=str(error)), calls)
-            text = shortened(output.text, self.limits.max_result_chars)
-            messages.append(self.dialect.result_message(call.name or "", text))
-        return TurnResult(messages=tuple(messages), reward=None, terms={}, stop=None, calls=calls)
+        try:
+            async with asyncio.timeout(self._seconds_left()) as limit:
+                outputs = await self._run_all(calls)
+        except _Lost as lost:
+            if isinstance(lost.error, ToolBug) and self._on_tool_bug == "raise":
+                raise lost.error from lost.error.__cause__
+            return await self._void(lost.failure, calls)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return await self._end("time", calls)
+        answers = [output.answer for output in outputs if output.answer is not None]
+        if answers:
+            self._submitted = answers[0]
+            return await self._end("answer", calls)
+        if len(self._turns) >= self.limits.max_turns:
+            return await self._end("max_turns", calls)
+        messages = tuple(
+            self.dialect.result_message(call.name or "", shortened(output.text, self._budget(call)))
+            for call, output in zip(calls, outputs, strict=True)
+        )
+        return TurnResult(messages=messages, reward=None, terms={}, stop=None, calls=tuple(calls))
 
     async def aclose(self) -> None:
-        """Nothing is held between turns, so there is nothing to give back; may be called at any time."""
+        """The episode's sandbox, if it took one, is given back; may be called at any time, and twice."""
+        await self._held.release()
+
+    def _seconds_left(self) -> float:
+        return max(0.0, self._context.deadline - time.monotonic())
+
+    def _budget(self, call: ToolCall) -> int:
+        own = self.tools[call.name].max_chars if call.name in self.tools else None
+        return min(own or self.limits.max_result_chars, self.limits.max_result_chars)
 
     def _stop_before(self, turn: ModelTurn, calls: Sequence[ToolCall]) -> Stop | None:
         """Why the episode ends with this turn, if it does; its calls then do not run."""
@@ -176,24 +211,57 @@ class ToolEnv(gymnasium.Env[str, str]):
             return "length"
         if not calls:
             return "answer" if final_answer(turn.text) is not None else "no_call"
-        if len(self._turns) >= self.limits.max_turns:
+        if len(self._turns) >= self.limits.max_turns and not self._may_end(calls):
             return "max_turns"
-        if len(self._succeeded) + sum(call.status == "ok" for call in calls) > self.limits.max_tool_calls:
+        running = sum(call.status == "ok" for call in calls[: self.limits.max_calls_per_turn])
+        if len(self._succeeded) + running > self.limits.max_tool_calls:
             return "max_tool_calls"
-        return "time" if time.monotonic() > self._deadline else None
+        return "time" if not self._seconds_left() else None
 
-    async def _run(self, call: ToolCall) -> ToolOutput:
+    def _may_end(self, calls: Sequence[ToolCall]) -> bool:
+        """Whether one of the calls could hand in an answer, which the last turn must still be able to do."""
+        return any(call.status == "ok" and call.name in self.tools and self.tools[call.name].ends for call in calls)
+
+    async def _run_all(self, calls: Sequence[ToolCall]) -> list[ToolOutput]:
+        """One output for each attempt, in order; neighbours whose tools allow it run at the same time."""
+        outputs: list[ToolOutput] = []
+        numbered = list(enumerate(calls, start=1))
+        for overlapping, batch in groupby(numbered, key=lambda pair: self._may_overlap(pair[1])):
+            if not overlapping:
+                outputs += [await self._run(call, number, len(calls)) for number, call in batch]
+                continue
+            running = [asyncio.ensure_future(self._run(call, number, len(calls))) for number, call in batch]
+            try:
+                outputs += await asyncio.gather(*running)
+            finally:
+                for task in running:
+                    task.cancel()
+                await asyncio.gather(*running, return_exceptions=True)
+        return outputs
+
+    def _may_overlap(self, call: ToolCall) -> bool:
+        return call.status == "ok" and call.name is not None and self.tools[call.name].parallel
+
+    async def _run(self, call: ToolCall, number: int, of: int) -> ToolOutput:
+        """Raises ``_Lost`` when the call was lost on our side."""
         if call.status != "ok" or call.name is None:
             return ToolOutput(text=f"Error: {call.error}", succeeded=False)
-        assert self._task is not None
-        pool = self._resources.pool if self._resources else None
-        ctx = ToolContext(task=self._task, pool=pool, state=self._state)
+        if number > self.limits.max_calls_per_turn:
+            text = f"Error: only the first {self.limits.max_calls_per_turn} calls of a turn are run; this one was not"
+            return ToolOutput(text=text, succeeded=False)
+        if self._approve is not None and not await self._approve(call):
+            return ToolOutput(text=f"Error: this call of {call.name} was not approved", succeeded=False)
+        where = f"turn {len(self._turns)}, call {number} of {of}, tool {call.name}"
         try:
-            output = await self.tools[call.name].call(ctx, call.arguments or {})
-        except (SandboxFailure, ToolBug):
-            raise
+            output = await self.tools[call.name].call(self._context, call.arguments or {})
+        except SandboxFailure as error:
+            raise _Lost(error, Failure(kind="sandbox", where=where, detail=str(error))) from error
+        except ToolBug as error:
+            raise _Lost(error, Failure(kind="tool_bug", where=where, detail=str(error))) from error
         except Exception as error:  # the boundary of a tool: whatever else it raises is its bug
-            raise ToolBug(f"tool {call.name} raised {type(error).__name__}: {error}") from error
+            bug = ToolBug(f"tool {call.name} raised {type(error).__name__}: {error}")
+            bug.__cause__ = error
+            raise _Lost(bug, Failure(kind="tool_bug", where=where, detail=str(bug))) from error
         self._succeeded.append(output.succeeded)
         return output
 
@@ -205,20 +273,27 @@ class ToolEnv(gymnasium.Env[str, str]):
             calls=tuple(self._calls),
             succeeded=tuple(self._succeeded),
             stop=stop,
+            submitted=self._submitted,
+            state=self._context.state,
+            sandbox=self._held,
         )
         grader = self._resources.grader if self._resources else Grader()
         try:
             reward, terms = await self.rubric.score(episode, grader)
         except GraderFailure as error:
-            return self._void(Failure(kind="grader", where="scoring", detail=str(error)), calls)
+            return await self._void(Failure(kind="grader", where="scoring", detail=str(error)), calls)
+        except SandboxFailure as error:
+            return await self._void(Failure(kind="sandbox", where="scoring", detail=str(error)), calls)
         finally:
             if self._resources is None:
                 await grader.close()
+            await self._held.release()
         self._stop = stop
         return TurnResult(messages=(), reward=reward, terms=terms, stop=stop, calls=tuple(calls))
 
-    def _void(self, failure: Failure, calls: Sequence[ToolCall]) -> TurnResult:
+    async def _void(self, failure: Failure, calls: Sequence[ToolCall]) -> TurnResult:
         self._stop = "failure"
+        await self._held.release()
         return TurnResult(messages=(), reward=None, terms={}, stop="failure", calls=tuple(calls), failure=failure)
 
     # Gymnasium's side.
@@ -250,6 +325,7 @@ class ToolEnv(gymnasium.Env[str, str]):
 
     def close(self) -> None:
         if self._loop is not None:
+            self._loop.run(self.aclose())
             own, self._own_resources = self._own_resources, None
             if own is not None:
                 self._loop.run(own.__aexit__(None, None, None))
@@ -261,12 +337,22 @@ class ToolEnv(gymnasium.Env[str, str]):
         if self._loop is None:
             self._loop = _LoopThread()
         if self._resources is None:
-            self._own_resources = self._resources = self._loop.run(_open_resources())
+            self._own_resources = self._resources = self._loop.run(_open_resources(sandboxed=bool(self.tools)))
         return self._loop.run(make())
 
 
-async def _open_resources() -> Resources:
-    return await Resources(await resolve(SandboxSpec(size=1))).__aenter__()
+class _Lost(Exception):
+    """A call was lost on our side: with the error that it raises, or the failure that it leaves."""
+
+    def __init__(self, error: Exception, failure: Failure) -> None:
+        super().__init__(failure.detail)
+        self.error = error
+        self.failure = failure
+
+
+async def _open_resources(*, sandboxed: bool) -> Resources:
+    spec = SandboxSpec(size=1)
+    return await Resources(await resolve(spec) if sandboxed else spec).__aenter__()
 
 
 class _LoopThread:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from envs.answers import final_answer
-from envs.grader import Grader
+from envs.grader import Grader, GraderFailure
+from envs.tools import HeldSandbox
 from envs.types import Stop, Task, ToolCall
+from sandboxes import SandboxFailure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,14 +24,23 @@ class Episode:
     calls: tuple[ToolCall, ...]  # every attempt
     succeeded: tuple[bool, ...]  # of the calls that ran, whether they did what they were for
     stop: Stop
+    submitted: str | None = None  # what the policy handed in by a tool that ends the episode
+    state: Mapping[str, Any] = field(default_factory=dict)  # the tools' memory
+    sandbox: HeldSandbox | None = None  # the episode's own sandbox, as the policy left it
 
     @property
     def answer(self) -> str | None:
-        """The boxed answer of the last turn; an answer in an earlier turn, or printed by a tool, is none."""
-        return final_answer(self.turns[-1]) if self.turns and self.stop == "answer" else None
+        """What was handed in, or the boxed answer of the last turn.
+
+        An answer in an earlier turn, or printed by a tool, is none.
+        """
+        if self.submitted is not None or self.stop != "answer":
+            return self.submitted
+        return final_answer(self.turns[-1]) if self.turns else None
 
 
-Term = Callable[[Episode, Grader], Awaitable[float]]
+Term = Callable[[Episode, Grader], Awaitable[float | None]]
+"""A term's value; None when it cannot tell, which voids the episode instead of making it worth 0."""
 
 
 async def correct(episode: Episode, grader: Grader) -> float:
@@ -54,20 +67,53 @@ TERMS: dict[str, Term] = {"correct": correct, "format": format_, "tool": tool_us
 class Rubric:
     """Weights of named terms; every term is computed and reported, a weight of 0 only reports it.
 
+    Args:
+        weights: of the terms by name.
+        gates: terms that must be positive, or the reward is 0 whatever the others say (format before correctness).
+        terms: terms of one's own; a name of ours is replaced by it.
+        timeout_s: of one term.
+
     Raises:
         ValueError: a name that is no term.
     """
 
     weights: Mapping[str, float]
+    gates: Sequence[str] = ()
+    terms: Mapping[str, Term] = field(default_factory=dict)
+    timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
-        for name in self.weights:
-            if name not in TERMS:
-                close = difflib.get_close_matches(name, TERMS, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(TERMS)}"
+        known = {**TERMS, **self.terms}
+        for name in (*self.weights, *self.gates):
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
                 raise ValueError(f"no reward term {name!r}: {hint}")
 
     async def score(self, episode: Episode, grader: Grader) -> tuple[float, dict[str, float]]:
-        """The weighted sum and the terms. Raises ``GraderFailure``: the episode is then void, not worth 0."""
-        terms = {name: await TERMS[name](episode, grader) for name in {**self.weights, "correct": 0.0}}
+        """The weighted sum and the terms.
+
+        Raises:
+            GraderFailure: a term raised, hung or could not tell: the episode is then void, not worth 0.
+            SandboxFailure: a term found the sandbox broken.
+        """
+        known = {**TERMS, **self.terms}
+        names = dict.fromkeys([*self.weights, *self.gates, "correct"])
+        terms = {name: await self._value(name, known[name], episode, grader) for name in names}
+        if not all(terms[gate] > 0 for gate in self.gates):
+            return 0.0, terms
         return sum(self.weights.get(name, 0.0) * value for name, value in terms.items()), terms
+
+    async def _value(self, name: str, term: Term, episode: Episode, grader: Grader) -> float:
+        try:
+            async with asyncio.timeout(self.timeout_s) as limit:
+                value = await term(episode, grader)
+        except (GraderFailure, SandboxFailure):
+            raise
+        except Exception as error:  # the boundary of a grader
+            if limit.expired():
+                raise GraderFailure(f"term {name} took more than {self.timeout_s:g} s") from error
+            raise GraderFailure(f"term {name} raised {type(error).__name__}: {error}") from error
+        if value is None:
+            raise GraderFailure(f"term {name} could not tell")
+        return float(value)

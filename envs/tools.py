@@ -5,21 +5,35 @@ A tool's first parameter may be ``ctx: ToolContext``: it is injected and stays o
 
 from __future__ import annotations
 
+import ast
+import asyncio
 import inspect
+import json
+import math
+import random
 import re
+import textwrap
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from typing import Any, get_type_hints, overload
 
 import jsonschema
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from envs.types import Task
-from sandboxes import ExecutionResult, SandboxPool
+from sandboxes import ExecutionResult, Sandbox, SandboxFailure, SandboxPool
+
+MAX_FAULT = 500
+"""Characters of a complaint about arguments: it quotes them, and they are the model's."""
 
 
 class ToolBug(Exception):
     """A tool of ours raised: neither the model's fault nor the sandbox's."""
+
+
+class ToolError(Exception):
+    """For tools to raise when the model asked for something that cannot be: the text becomes the observation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +42,52 @@ class ToolOutput:
 
     text: str
     succeeded: bool = True
+    answer: str | None = None  # not None: the episode ends after this turn, with this as its answer
+
+
+class HeldSandbox:
+    """The sandbox that one episode keeps: leased when first asked for, so that files stay from call to call.
+
+    Whoever makes one releases it; that may be done twice, and after a failure.
+    """
+
+    def __init__(self, pool: SandboxPool | None, files: Mapping[str, str] | None = None) -> None:
+        self._pool = pool
+        self._files = {name: text.encode() for name, text in (files or {}).items()}
+        self._lease: AbstractAsyncContextManager[Sandbox] | None = None
+        self._box: Sandbox | None = None
+        self._turn = asyncio.Lock()  # one user at a time, by the sandbox's contract
+
+    async def run(self, code: str, *, timeout_s: float | None = None) -> ExecutionResult:
+        """The program's result. Raises ``SandboxFailure`` for our failures; the sandbox is then gone."""
+        async with self._turn:
+            if self._box is None:
+                if self._pool is None:
+                    raise ToolBug("the tool wants a sandbox, but the environment was made without a pool")
+                lease = self._pool.lease()
+                self._box = await lease.__aenter__()
+                self._lease = lease
+                if self._files:
+                    await self._guarded(self._box.exec("", files=self._files))
+            return await self._guarded(self._box.exec(code, timeout_s=timeout_s))
+
+    async def _guarded(self, execution: Awaitable[ExecutionResult]) -> ExecutionResult:
+        try:
+            return await execution
+        except BaseException as error:  # also a cancelled call: what it left running must not meet the next lease
+            await self.release(error)
+            raise
+
+    async def release(self, error: BaseException | None = None) -> None:
+        """The sandbox is back in the pool, or thrown away when ``error`` says that it broke."""
+        lease, self._lease, self._box = self._lease, None, None
+        if lease is None:
+            return
+        try:
+            await lease.__aexit__(type(error) if error else None, error, None)
+        except BaseException as raised:
+            if raised is not error:
+                raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +96,20 @@ class ToolContext:
 
     task: Task
     pool: SandboxPool | None
-    state: dict[str, Any] = field(default_factory=dict)  # the tool's own memory, alive for the episode
+    state: dict[str, Any] = field(default_factory=dict)  # the tools' own memory, alive for the episode
+    rng: random.Random = field(default_factory=lambda: random.Random(0))  # the episode's, seeded by its reset
+    deadline: float = math.inf  # ``time.monotonic()`` at which the episode's wall time is over
+    held: HeldSandbox | None = None  # the episode's own sandbox
 
-    async def run_python(self, code: str, *, timeout_s: float | None = None) -> ExecutionResult:
-        """The program's result from a clean sandbox. Raises ``SandboxFailure`` for our failures."""
+    async def run_python(self, code: str, *, timeout_s: float | None = None, keep: bool = False) -> ExecutionResult:
+        """The program's result from a clean sandbox; with ``keep`` from the episode's own, where files stay.
+
+        Raises ``SandboxFailure`` for our failures.
+        """
+        if keep:
+            if self.held is None:
+                raise ToolBug("the tool wants the episode's sandbox, but is called outside an episode")
+            return await self.held.run(code, timeout_s=timeout_s)
         if self.pool is None:
             raise ToolBug("the tool wants a sandbox, but the environment was made without a pool")
         async with self.pool.lease() as box:
@@ -54,30 +124,93 @@ class Tool:
     schema: dict[str, Any]
     function: Callable[..., str | ToolOutput | Awaitable[str | ToolOutput]]
     wants_context: bool
+    adapters: Mapping[str, TypeAdapter[Any]] = field(default_factory=dict)  # from JSON to the parameters' types
+    timeout_s: float | None = None  # of one call; None leaves it to the episode's wall time
+    max_chars: int | None = None  # of one result; None leaves it to the episode's limit
+    parallel: bool = False  # whether calls of one turn may overlap
+    ends: bool = False  # whether its output may carry an answer, which ends the episode
+    retries: int = 0  # how often a call is repeated after a broken sandbox or connection
 
     def fault(self, arguments: Mapping[str, Any]) -> str:
         """What is wrong with these arguments, in words for the model; empty when they are right."""
         parameters = self.schema["function"]["parameters"]
-        errors = sorted(jsonschema.Draft202012Validator(parameters).iter_errors(arguments), key=str)
-        return "; ".join(
-            f"{'.'.join(map(str, error.absolute_path))}: {error.message}" if error.absolute_path else error.message
-            for error in errors
-        )
+        try:
+            errors = sorted(jsonschema.Draft202012Validator(parameters).iter_errors(arguments), key=_place)
+            fault = "; ".join(f"{_place(error)}: {error.message}".removeprefix(": ") for error in errors)
+            if not fault:
+                self._converted(arguments)
+        except ValidationError as error:
+            fault = "; ".join(f"{error.title}: {entry['msg']}" for entry in error.errors(include_url=False))
+        except RecursionError:
+            fault = "the arguments are nested too deeply"
+        return fault if len(fault) <= MAX_FAULT else f"{fault[:MAX_FAULT]} ..."
 
     async def call(self, ctx: ToolContext, arguments: Mapping[str, Any]) -> ToolOutput:
-        """Raises whatever the function raises."""
-        result = self.function(ctx, **arguments) if self.wants_context else self.function(**arguments)
+        """The function's result. A ``ToolError`` and the tool's own time-out are results; all else it raises, too."""
+        values = self._converted(arguments)
+        for attempt in range(self.retries + 1):
+            try:
+                async with asyncio.timeout(self.timeout_s) as limit:
+                    return await self._once(ctx, values)
+            except ToolError as error:
+                return ToolOutput(text=f"Error: {error}", succeeded=False)
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                return ToolOutput(text=f"[stopped: {self.name} took more than {self.timeout_s:g} s]", succeeded=False)
+            except (SandboxFailure, ConnectionError):
+                if attempt == self.retries:
+                    raise
+        raise AssertionError("unreachable")
+
+    async def _once(self, ctx: ToolContext, values: Mapping[str, Any]) -> ToolOutput:
+        positional = (ctx,) if self.wants_context else ()
+        if self.timeout_s is not None and not inspect.iscoroutinefunction(self.function):
+            # A blocking function cannot be stopped, but the episode need not wait for its thread.
+            result = await asyncio.to_thread(self.function, *positional, **values)
+        else:
+            result = self.function(*positional, **values)
         if inspect.isawaitable(result):
             result = await result
         return result if isinstance(result, ToolOutput) else ToolOutput(text=result)
 
+    def _converted(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: self.adapters[name].validate_python(value) if name in self.adapters else value
+            for name, value in arguments.items()
+        }
 
-def tool(function: Callable[..., Any]) -> Tool:
+
+@overload
+def tool(function: Callable[..., Any], /) -> Tool: ...
+@overload
+def tool(
+    *,
+    timeout_s: float | None = None,
+    max_chars: int | None = None,
+    parallel: bool = False,
+    ends: bool = False,
+    retries: int = 0,
+    sandboxed: bool = False,
+) -> Callable[[Callable[..., Any]], Tool]: ...
+def tool(function: Callable[..., Any] | None = None, /, *, sandboxed: bool = False, **settings: Any) -> Any:
     """A tool from a function with typed parameters, a docstring and an ``Args:`` line for each parameter.
+
+    Args:
+        function: the function; or leave it out and name settings: ``@tool(timeout_s=5)``.
+        sandboxed: the function's own source runs in a clean sandbox, not here; it must stand alone (imports inside,
+            no context, JSON in, printable out).
+        settings: ``timeout_s``, ``max_chars``, ``parallel``, ``ends``, ``retries``, as in ``Tool``.
 
     Raises:
         TypeError: a parameter has no type or no description, or the function has no docstring.
     """
+    if function is None:
+        return lambda later: _make_tool(later, sandboxed, settings)
+    return _make_tool(function, sandboxed, settings)
+
+
+def _make_tool(function: Callable[..., Any], sandboxed: bool, settings: Mapping[str, Any]) -> Tool:
     name = function.__name__
     summary, described = _read_docstring(inspect.getdoc(function) or "")
     if not summary:
@@ -86,26 +219,56 @@ def tool(function: Callable[..., Any]) -> Tool:
     parameters = list(inspect.signature(function).parameters.values())
     wants_context = bool(parameters) and hints.get(parameters[0].name) is ToolContext
     properties: dict[str, Any] = {}
+    definitions: dict[str, Any] = {}
     required: list[str] = []
+    adapters: dict[str, TypeAdapter[Any]] = {}
     for parameter in parameters[wants_context:]:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise TypeError(f"tool {name}: parameter {parameter} cannot be given by name; a call names every argument")
         if parameter.name not in hints:
             raise TypeError(f"tool {name}: parameter {parameter.name!r} has no type")
         if parameter.name not in described:
             raise TypeError(f"tool {name}: describe {parameter.name!r} under `Args:` in the docstring")
-        properties[parameter.name] = {
-            **TypeAdapter(hints[parameter.name]).json_schema(),
-            "description": described[parameter.name],
-        }
+        adapters[parameter.name] = TypeAdapter(hints[parameter.name])
+        schema = adapters[parameter.name].json_schema()
+        definitions |= schema.pop("$defs", {})  # references in a schema count from its root
+        properties[parameter.name] = {**schema, "description": described[parameter.name]}
         if parameter.default is inspect.Parameter.empty:
             required.append(parameter.name)
-    schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-    described_function = {"name": name, "description": summary, "parameters": schema}
+    form: dict[str, Any] = {
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": False,
+    }
+    if definitions:
+        form["$defs"] = definitions
+    if sandboxed and wants_context:
+        raise TypeError(f"tool {name}: it runs inside the sandbox, where there is no context to give it")
     return Tool(
         name=name,
-        schema={"type": "function", "function": described_function},
-        function=function,
-        wants_context=wants_context,
+        schema={"type": "function", "function": {"name": name, "description": summary, "parameters": form}},
+        function=_in_sandbox(function) if sandboxed else function,
+        wants_context=wants_context or sandboxed,
+        adapters={} if sandboxed else adapters,
+        **settings,
     )
+
+
+def _in_sandbox(function: Callable[..., Any]) -> Callable[..., Awaitable[ToolOutput]]:
+    """The function as a call that runs its source in a clean sandbox and prints what it returns."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    assert isinstance(definition, (ast.FunctionDef, ast.AsyncFunctionDef))
+    definition.decorator_list = []
+    source = f"from __future__ import annotations\n{ast.unparse(definition)}\n"
+    start = "__import__('asyncio').run({})" if isinstance(definition, ast.AsyncFunctionDef) else "{}"
+
+    async def run(ctx: ToolContext, **arguments: Any) -> ToolOutput:
+        call = start.format(f"{definition.name}(**__import__('json').loads({json.dumps(arguments)!r}))")
+        result = await ctx.run_python(f"{source}print({call})\n")
+        return ToolOutput(text=describe_execution(result), succeeded=result.status == "ok")
+
+    return run
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
@@ -125,7 +288,11 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
     return " ".join(before.split()), described
 
 
-@tool
+def _place(error: jsonschema.ValidationError) -> str:
+    return ".".join(map(str, error.absolute_path))
+
+
+@tool(parallel=True)
 async def python(ctx: ToolContext, code: str) -> ToolOutput:
     """Run a Python program and see what it prints.
 
