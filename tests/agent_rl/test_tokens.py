@@ -140,7 +140,8 @@ async def test_a_turn_cut_by_length_ends_the_episode_and_runs_nothing(
 async def test_the_token_budget_ends_an_episode_with_its_own_label(
     codec: ChatCodec, setup: Setup, resources: Resources
 ) -> None:
-    opening = len(codec.open(Opening(messages=(), tools=tuple(t.schema for t in setup.spec.tools))))
+    question = ({"role": "user", "content": setup.tasks.task(0).prompt},)
+    opening = len(codec.open(Opening(messages=question, tools=tuple(t.schema for t in setup.spec.tools))))
     trajectory, engine = await play(
         [call(codec, setup, "print('1' * 300)")], codec, setup, resources, max_episode_tokens=opening + 60
     )
