@@ -229,7 +229,7 @@ def _pairs(overrides: Sequence[str]) -> list[tuple[str, str]]:
         key, separator, value = item[2:].partition("=")
         if not separator:
             following = next(items, None)
-            if following is None:
+            if following is None or following.startswith("--"):
                 raise ConfigError(f"{item} needs a value")
             value = following
         pairs.append((key, value))

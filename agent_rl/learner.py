@@ -36,13 +36,13 @@ class StepReport:
 
 
 def init_distributed() -> None:
-    """A process group for DeepSpeed: the launcher's if one set RANK and WORLD_SIZE, else of this process alone."""
+    """A process group for DeepSpeed: the launcher's if one set MASTER_ADDR, else of this process alone."""
     import deepspeed
 
     if torch.distributed.is_initialized():
         return
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    if "RANK" not in os.environ:
+    if "MASTER_ADDR" not in os.environ:  # RANK may be our own, inherited from a parent that ran this
         # A store inside this process: no port to collide with another run.
         store = torch._C._distributed_c10d.HashStore()
         torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)

@@ -22,7 +22,7 @@ from envs import EnvSpec, Limits, Resources, Task, TaskSource, ToolEnv, get
 from envs.parsers import Dialect, get_dialect
 from sandboxes import SandboxSpec, resolve
 
-RESUMABLE = {"steps", "checkpoint.every", "checkpoint.keep", "records.trajectories", "sandbox.kind"}
+RESUMABLE = {"name", "output", "steps", "checkpoint.every", "checkpoint.keep", "records.trajectories", "sandbox.kind"}
 """Settings in which a continuation may differ from the run that it continues."""
 
 

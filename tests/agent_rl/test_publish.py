@@ -35,7 +35,7 @@ class DeafEngine(TransformersEngine):
 @pytest.fixture
 def learner(request: pytest.FixtureRequest, tiny_folder: Path) -> Iterator[Learner]:
     made = Learner(
-        load_model(tiny_folder, "float32"), LearnerConfig(lr=getattr(request, "param", 1e-2)), temperature=1.0
+        load_model(tiny_folder, "float32"), LearnerConfig(lr=getattr(request, "param", 1e-2)), temperature=0.8
     )
     yield made
     made.close()
