@@ -2,13 +2,14 @@
 
 from envs.data import TaskList, TaskSource, load_jsonl
 from envs.env import Limits, Resources, ToolEnv
-from envs.registration import EnvSpec, get, ids, register
-from envs.rewards import Rubric
-from envs.tools import Tool, ToolBug, ToolContext, ToolOutput, tool
+from envs.registration import EnvSpec, get, ids, register, register_all
+from envs.rewards import Episode, Rubric, Term
+from envs.tools import Tool, ToolBug, ToolContext, ToolError, ToolOutput, tool
 from envs.types import Failure, Message, ModelTurn, Opening, Stop, Task, ToolCall, TurnResult
 
 __all__ = [
     "EnvSpec",
+    "Episode",
     "Failure",
     "Limits",
     "Message",
@@ -20,16 +21,21 @@ __all__ = [
     "Task",
     "TaskList",
     "TaskSource",
+    "Term",
     "Tool",
     "ToolBug",
     "ToolCall",
     "ToolContext",
     "ToolEnv",
+    "ToolError",
     "ToolOutput",
     "TurnResult",
     "get",
     "ids",
     "load_jsonl",
     "register",
+    "register_all",
     "tool",
 ]
+
+register_all()

@@ -95,7 +95,8 @@ class ToolEnv(gymnasium.Env[str, str]):
         limits: budgets.
         dialect: how calls are written.
         instruction: system message; none when empty.
-        resources: sandboxes and grader; made and owned by the environment when None.
+        resources: sandboxes and grader, shared and owned by the caller; when None, ``reset`` makes its own.
+        sandbox: of the resources that the environment makes for itself; what works here when None.
         on_tool_bug: ``raise`` a ``ToolBug``, or ``void`` the episode.
         approve: asked before each call that would run; one that it refuses is told so.
     """
@@ -114,6 +115,7 @@ class ToolEnv(gymnasium.Env[str, str]):
         dialect: str = "hermes",
         instruction: str = "",
         resources: Resources | None = None,
+        sandbox: SandboxSpec | None = None,
         on_tool_bug: Literal["raise", "void"] = "raise",
         approve: Callable[[ToolCall], Awaitable[bool]] | None = None,
     ) -> None:
@@ -126,6 +128,7 @@ class ToolEnv(gymnasium.Env[str, str]):
         self.observation_space = TextSpace()
         self.action_space = TextSpace()
         self._resources = resources
+        self._sandbox = sandbox or SandboxSpec(size=1)
         self._on_tool_bug = on_tool_bug
         self._loop: _LoopThread | None = None
         self._own_resources: Resources | None = None
@@ -333,11 +336,15 @@ class ToolEnv(gymnasium.Env[str, str]):
             self._loop.stop()
             self._loop = None
 
+    async def _open_resources(self) -> Resources:
+        spec = await resolve(self._sandbox) if self.tools else self._sandbox
+        return await Resources(spec).__aenter__()
+
     def _wait(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         if self._loop is None:
             self._loop = _LoopThread()
         if self._resources is None:
-            self._own_resources = self._resources = self._loop.run(_open_resources(sandboxed=bool(self.tools)))
+            self._own_resources = self._resources = self._loop.run(self._open_resources())
         return self._loop.run(make())
 
 
@@ -348,11 +355,6 @@ class _Lost(Exception):
         super().__init__(failure.detail)
         self.error = error
         self.failure = failure
-
-
-async def _open_resources(*, sandboxed: bool) -> Resources:
-    spec = SandboxSpec(size=1)
-    return await Resources(await resolve(spec) if sandboxed else spec).__aenter__()
 
 
 class _LoopThread:

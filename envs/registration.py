@@ -1,23 +1,28 @@
 """Environments by id: what a trainer, ``gymnasium.make`` and the command line find under a name.
 
-A third-party package adds its own by ``register`` in a function behind the entry point group ``gymnasium.envs``.
+Importing ``envs`` registers ours with Gymnasium. A third-party package calls ``register`` in a function behind the
+entry point group ``agentic.envs``; it is called when an id is asked for that is not ours. (Gymnasium's own plug-in
+group went with its version 1.0; ``gymnasium.make("package:its/Id-v0")`` imports the package first.)
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import gymnasium
 
-from envs.arithmetic import ArithmeticOptions, ArithmeticTasks
-from envs.data import TaskList, TaskSource, load_jsonl
-from envs.env import Limits, Resources, ToolEnv
-from envs.rewards import Rubric
-from envs.tools import Tool, python
+from envs.data import TaskSource
+from envs.env import Limits, ToolEnv
+from envs.rewards import Rubric, Term
+from envs.tools import Tool
 from envs.types import Task
+
+PLUGINS = "agentic.envs"
+"""Entry point group of packages that bring environments along."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,31 +32,32 @@ class EnvSpec:
     id: str
     summary: str  # one line for people
     tasks: Callable[[Mapping[str, Any]], TaskSource]  # from options; ValueError where they are wrong
-    tools: Sequence[Tool]
-    instruction: str = ""
-    weights: Mapping[str, float]  # reward terms by default
+    tools: Sequence[Tool] = ()
+    instruction: str = ""  # system message
+    weights: Mapping[str, float] = field(default_factory=lambda: {"correct": 1.0})  # reward terms by default
+    gates: Sequence[str] = ()  # terms that must be positive
+    terms: Mapping[str, Term] = field(default_factory=dict)  # reward terms of its own
+    limits: Limits = field(default_factory=Limits)  # by default
     expert: Callable[[Task], str] | None = None  # the program that solves a task, for traces to start from
+    example: Mapping[str, Any] = field(default_factory=dict)  # options to try it with, where it needs some
 
     def make(
         self,
         tasks: TaskSource,
         *,
-        resources: Resources | None = None,
-        dialect: str = "hermes",
         weights: Mapping[str, float] | None = None,
         limits: Limits | None = None,
-        on_tool_bug: Any = "raise",
+        **settings: Any,
     ) -> ToolEnv:
-        """One environment; cheap enough for one an episode."""
+        """One environment; cheap enough for one an episode. ``settings`` are those of ``ToolEnv``."""
+        weights = self.weights if weights is None else weights
         return ToolEnv(
             tasks=tasks,
             tools=self.tools,
-            rubric=Rubric(weights=self.weights if weights is None else weights),
-            limits=limits,
-            dialect=dialect,
+            rubric=Rubric(weights=weights, gates=self.gates, terms=self.terms),
+            limits=self.limits if limits is None else limits,
             instruction=self.instruction,
-            resources=resources,
-            on_tool_bug=on_tool_bug,
+            **settings,
         )
 
 
@@ -59,22 +65,22 @@ _SPECS: dict[str, EnvSpec] = {}
 
 
 def register(spec: EnvSpec) -> None:
-    """Make ``spec`` known here and to Gymnasium."""
+    """Make ``spec`` known here and to Gymnasium; a spec of the same id is replaced."""
     _SPECS[spec.id] = spec
     if spec.id not in gymnasium.registry:
-        gymnasium.register(
-            id=spec.id, entry_point="envs.registration:make_env", kwargs={"env_id": spec.id}, order_enforce=True
-        )
+        gymnasium.register(id=spec.id, entry_point="envs.registration:make_env", kwargs={"env_id": spec.id})
 
 
-def make_env(*, env_id: str, options: Mapping[str, Any] | None = None, **kwargs: Any) -> ToolEnv:
+def make_env(*, env_id: str, options: Mapping[str, Any] | None = None, **settings: Any) -> ToolEnv:
+    """An environment by id; ``options`` choose its tasks, ``settings`` are those of ``EnvSpec.make``."""
     spec = get(env_id)
-    return spec.make(spec.tasks(options or {}), **kwargs)
+    return spec.make(spec.tasks(options or {}), **settings)
 
 
 def get(env_id: str) -> EnvSpec:
     """Raises ``ValueError`` with the nearest id when there is no such environment."""
-    register_all()
+    if env_id not in _SPECS:
+        _load_plugins()
     if env_id not in _SPECS:
         close = difflib.get_close_matches(env_id, _SPECS, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(sorted(_SPECS))}"
@@ -83,42 +89,23 @@ def get(env_id: str) -> EnvSpec:
 
 
 def ids() -> list[str]:
-    register_all()
+    _load_plugins()
     return sorted(_SPECS)
 
 
 def register_all() -> None:
-    """Ours; Gymnasium calls this by its entry point."""
-    if _SPECS:
-        return
-    register(
-        EnvSpec(
-            id="agentic/Arithmetic-v1",
-            summary="fresh random arithmetic, made for a model too small to do it without the python tool",
-            tasks=lambda options: ArithmeticTasks(ArithmeticOptions.model_validate(options)),
-            tools=(python,),
-            weights={"correct": 1.0},
-            expert=lambda task: f"print({task.meta['expression']})",
-        )
-    )
-    register(
-        EnvSpec(
-            id="agentic/MathPython-v1",
-            summary="word problems from a JSONL file, solved with the python tool, answered in a box",
-            tasks=_math_tasks,
-            tools=(python,),
-            instruction=(
-                "Solve the problem with Python. When you know the result, put the final answer within \\boxed{}."
-            ),
-            weights={"correct": 1.0},
-        )
-    )
+    """Ours, with what packages bring along."""
+    from envs.catalog import SPECS  # here, because the catalog's environments are made of this module's parts
+
+    for spec in SPECS:
+        register(spec)
 
 
-def _math_tasks(options: Mapping[str, Any]) -> TaskSource:
-    unknown = set(options) - {"path"}
-    if unknown or "path" not in options:
-        raise ValueError(
-            f"options of agentic/MathPython-v1: `path` of a JSONL file and nothing else, not {dict(options)}"
-        )
-    return TaskList(load_jsonl(options["path"]))
+def _load_plugins() -> None:
+    for point in importlib.metadata.entry_points(group=PLUGINS):
+        if point.name not in _LOADED:
+            _LOADED.add(point.name)
+            point.load()()
+
+
+_LOADED: set[str] = set()
