@@ -155,7 +155,7 @@ class VllmEngine:
             top_p=sampling.top_p,
             seed=sampling.seed,
             stop_token_ids=list(sampling.stop_token_ids),
-            ignore_eos=True,  # else vLLM adds the model's own end token to the stop ids
+            ignore_eos=True,  # only the given ids stop
             logprobs=0,  # of the sampled id alone
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -167,7 +167,8 @@ class VllmEngine:
         except VLLMClientError as error:
             raise ValueError(f"vLLM refuses the request: {_one_line(error)}") from error
         except VLLMServerError as error:
-            raise EngineFailure(f"vLLM failed: {_one_line(error.__cause__ or error)}") from error
+            failure = DEAD if llm.errored else f"vLLM failed: {_one_line(error.__cause__ or error)}"
+            raise EngineFailure(failure) from error
         if not results or results[-1].outputs[0].finish_reason not in ("stop", "length"):
             raise EngineFailure(self._fault or "vLLM aborted the request")
         return _generation(results[-1].outputs[0])
