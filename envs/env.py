@@ -307,7 +307,7 @@ class ToolEnv(gymnasium.Env[str, str]):
         task = (options or {}).get("task")
         if task is None:
             task = self.tasks.task(int(self.np_random.integers(len(self.tasks))))
-        opening = self._wait(lambda: self.areset(int(self.np_random.integers(2**31)), task))
+        opening = self.run(self.areset(int(self.np_random.integers(2**31)), task))
         return task.prompt, {"messages": list(opening.messages), "tools": list(opening.tools), "task_id": task.id}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
@@ -315,7 +315,7 @@ class ToolEnv(gymnasium.Env[str, str]):
 
         ``info["reward_valid"]`` is False where our side failed: the reward of 0.0 then means nothing.
         """
-        result = self._wait(lambda: self.astep(ModelTurn(text=str(action), finish="stop")))
+        result = self.run(self.astep(ModelTurn(text=str(action), finish="stop")))
         info = {
             "messages": list(result.messages),
             "calls": [call.status for call in result.calls],
@@ -340,12 +340,13 @@ class ToolEnv(gymnasium.Env[str, str]):
         spec = await resolve(self._sandbox) if self.tools else self._sandbox
         return await Resources(spec).__aenter__()
 
-    def _wait(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """The coroutine's result, from the loop that ``reset`` and ``step`` use (``areset`` and ``astep`` for one)."""
         if self._loop is None:
             self._loop = _LoopThread()
         if self._resources is None:
             self._own_resources = self._resources = self._loop.run(self._open_resources())
-        return self._loop.run(make())
+        return self._loop.run(coroutine)
 
 
 class _Lost(Exception):

@@ -58,6 +58,11 @@ class HeldSandbox:
         self._box: Sandbox | None = None
         self._turn = asyncio.Lock()  # one user at a time, by the sandbox's contract
 
+    @property
+    def leased(self) -> bool:
+        """Whether the episode has used it, and it has not broken."""
+        return self._box is not None
+
     async def run(self, code: str, *, timeout_s: float | None = None) -> ExecutionResult:
         """The program's result. Raises ``SandboxFailure`` for our failures; the sandbox is then gone."""
         async with self._turn:

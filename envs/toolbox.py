@@ -1,0 +1,86 @@
+"""Tools that ship with the package, beside ``python``: a shell, files, and handing in an answer.
+
+They work in the episode's own sandbox, so files stay from call to call and are gone with the episode.
+"""
+
+from __future__ import annotations
+
+from envs.search import search
+from envs.tools import Tool, ToolContext, ToolOutput, describe_execution, python, tool
+
+
+@tool
+async def bash(ctx: ToolContext, command: str) -> ToolOutput:
+    """Run a shell command; files stay for the next one.
+
+    Args:
+        command: what bash runs
+    """
+    return await _run(
+        ctx,
+        "import subprocess, sys\n"
+        f"done = subprocess.run(['bash', '-c', {command!r}], stdin=subprocess.DEVNULL)\n"
+        "sys.exit(done.returncode if done.returncode >= 0 else 128 - done.returncode)\n",
+    )
+
+
+@tool
+async def read_file(ctx: ToolContext, path: str) -> ToolOutput:
+    """Show a text file.
+
+    Args:
+        path: of the file
+    """
+    return await _run(ctx, f"sys.stdout.write(open({path!r}, errors='replace').read())")
+
+
+@tool
+async def write_file(ctx: ToolContext, path: str, content: str) -> ToolOutput:
+    """Write a text file; what was in it is gone.
+
+    Args:
+        path: of the file
+        content: what it shall hold
+    """
+    return await _run(ctx, f"print(open({path!r}, 'w').write({content!r}), 'characters written')")
+
+
+@tool
+async def edit_file(ctx: ToolContext, path: str, old: str, new: str) -> ToolOutput:
+    """Replace a piece of a text file that stands in it exactly once.
+
+    Args:
+        path: of the file
+        old: the piece
+        new: what takes its place
+    """
+    return await _run(
+        ctx,
+        f"text, old, new = open({path!r}).read(), {old!r}, {new!r}\n"
+        "if text.count(old) != 1: sys.exit(f'the piece stands there {text.count(old)} times; it must be once')\n"
+        f"open({path!r}, 'w').write(text.replace(old, new))\n"
+        "print('replaced')",
+    )
+
+
+@tool(ends=True)
+def submit(answer: str) -> ToolOutput:
+    """Hand in the final answer; this ends the task.
+
+    Args:
+        answer: the answer, and nothing else
+    """
+    return ToolOutput(text="received", answer=answer)
+
+
+async def _run(ctx: ToolContext, program: str) -> ToolOutput:
+    """The program's output; an error of the file system is one line, not a traceback of ours."""
+    indented = "\n".join("    " + line for line in program.splitlines())
+    guarded = f"import sys\ntry:\n{indented}\nexcept (OSError, UnicodeError) as error:\n    sys.exit(str(error))\n"
+    result = await ctx.run_python(guarded, keep=True)
+    return ToolOutput(text=describe_execution(result), succeeded=result.status == "ok")
+
+
+TOOLBOX: dict[str, Tool] = {
+    tool.name: tool for tool in (python, bash, read_file, write_file, edit_file, search, submit)
+}
