@@ -28,6 +28,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
     build = verb("build", "build the Docker image from Debian packages", "sudo agent-rl sandbox build", _build)
     build.add_argument("--tag", default=SandboxSpec().image)
+    build.add_argument("--if-missing", action="store_true", help="do nothing where the image exists")
     verb("list", "sandbox containers of this Docker engine", "agent-rl sandbox list", _list)
     clean = verb("clean", "remove containers that dead runs left", "agent-rl sandbox clean", _clean)
     clean.add_argument("--all", action="store_true", help="those of living runs too")
@@ -46,8 +47,11 @@ def _guarded(run: Callable[[argparse.Namespace], int], arguments: argparse.Names
 
 
 def _build(arguments: argparse.Namespace) -> int:
-    from sandboxes.image import build_image
+    from sandboxes.image import build_image, has_image
 
+    if arguments.if_missing and has_image(arguments.tag):
+        print(f"{arguments.tag} is there")
+        return 0
     print(f"built {arguments.tag}: {build_image(arguments.tag)}")
     return 0
 

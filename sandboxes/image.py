@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sandboxes.base import SandboxUnavailable
-from sandboxes.container import connect
+from sandboxes.container import check_image, connect
 
 PACKAGES = ("python3", "python3-numpy", "python3-sympy")
 
@@ -37,6 +37,18 @@ def build_image(tag: str, *, release: str = "bookworm", say: Callable[[str], Non
         return _import(root, tag)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def has_image(tag: str) -> bool:
+    """Raises ``SandboxUnavailable`` when no Docker engine answers."""
+    client = connect()
+    try:
+        check_image(client, tag)
+    except SandboxUnavailable:
+        return False
+    finally:
+        client.close()
+    return True
 
 
 def _run(command: list[str]) -> None:
