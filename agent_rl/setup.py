@@ -49,6 +49,7 @@ class Setup:
             self.tasks,
             resources=resources,
             dialect=self.config.task.dialect,
+            shots=self.config.task.shots,
             weights=self.config.reward,
             limits=Limits(max_turns=rollout.max_turns, max_tool_calls=rollout.max_tool_calls, wall_s=rollout.wall_s),
             on_tool_bug="void",
@@ -69,7 +70,7 @@ async def preflight(config: RunConfig, console: Console) -> Setup:
         spec = get(config.task.env)
         tasks = spec.tasks(config.task.options)
         dialect = get_dialect(config.task.dialect)
-        spec.make(tasks, dialect=config.task.dialect, weights=config.reward)
+        spec.make(tasks, dialect=config.task.dialect, shots=config.task.shots, weights=config.reward)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         key = ".".join(("task.options", *map(str, fault["loc"])))

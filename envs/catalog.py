@@ -18,7 +18,7 @@ from envs.rewards import Episode
 from envs.search import SearchOptions, SearchTasks, same_words, search
 from envs.toolbox import bash
 from envs.tools import python
-from envs.types import Task
+from envs.types import Demonstration, Task
 
 STEP_BY_STEP = "{problem}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 
@@ -64,6 +64,15 @@ SPECS = (
         tasks=problems_from_file("agentic/MathPython-v1"),
         tools=(python,),
         instruction="Solve the problem with Python. When you know the result, put the final answer within \\boxed{}.",
+        demonstrations=(
+            Demonstration(
+                prompt="A box holds 12 eggs. How many eggs are in 7 boxes, if 3 eggs are broken and thrown away?",
+                tool="python",
+                arguments={"code": "print(12 * 7 - 3)"},
+                output="81",
+                answer="\\boxed{81}",
+            ),
+        ),
     ),
     EnvSpec(
         id="agentic/ShortCoT-v1",

@@ -27,7 +27,7 @@ from envs.grader import Grader, GraderFailure
 from envs.parsers import get_dialect
 from envs.rewards import Episode, Rubric
 from envs.tools import HeldSandbox, Tool, ToolBug, ToolContext, ToolOutput
-from envs.types import Failure, Message, ModelTurn, Opening, Stop, Task, ToolCall, TurnResult
+from envs.types import Demonstration, Failure, Message, ModelTurn, Opening, Stop, Task, ToolCall, TurnResult
 from sandboxes import SandboxFailure, SandboxPool, SandboxSpec, resolve
 
 T = TypeVar("T")
@@ -95,6 +95,7 @@ class ToolEnv(gymnasium.Env[str, str]):
         limits: budgets.
         dialect: how calls are written.
         instruction: system message; none when empty.
+        demonstrations: solved problems shown before the question, in the dialect's own writing.
         resources: sandboxes and grader, shared and owned by the caller; when None, ``reset`` makes its own.
         sandbox: of the resources that the environment makes for itself; what works here when None.
         on_tool_bug: ``raise`` a ``ToolBug``, or ``void`` the episode.
@@ -114,6 +115,7 @@ class ToolEnv(gymnasium.Env[str, str]):
         limits: Limits | None = None,
         dialect: str = "hermes",
         instruction: str = "",
+        demonstrations: Sequence[Demonstration] = (),
         resources: Resources | None = None,
         sandbox: SandboxSpec | None = None,
         on_tool_bug: Literal["raise", "void"] = "raise",
@@ -125,6 +127,7 @@ class ToolEnv(gymnasium.Env[str, str]):
         self.limits = limits or Limits()
         self.dialect = get_dialect(dialect)
         self.instruction = instruction
+        self.demonstrations = tuple(demonstrations)
         self.observation_space = TextSpace()
         self.action_space = TextSpace()
         self._resources = resources
@@ -160,9 +163,20 @@ class ToolEnv(gymnasium.Env[str, str]):
         )
         system: list[Message] = [{"role": "system", "content": self.instruction}] if self.instruction else []
         return Opening(
-            messages=(*system, {"role": "user", "content": task.prompt}),
+            messages=(*system, *self._shown(), {"role": "user", "content": task.prompt}),
             tools=tuple(tool.schema for tool in self.tools.values()),
         )
+
+    def _shown(self) -> list[Message]:
+        messages: list[Message] = []
+        for shown in self.demonstrations:
+            messages += [
+                {"role": "user", "content": shown.prompt},
+                {"role": "assistant", "content": self.dialect.written(shown.tool, shown.arguments)},
+                self.dialect.result_message(shown.tool, shown.output),
+                {"role": "assistant", "content": shown.answer},
+            ]
+        return messages
 
     async def astep(self, turn: ModelTurn) -> TurnResult:
         """What follows from one turn of the model; after the end, and before a reset, a ``RuntimeError``."""

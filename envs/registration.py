@@ -19,7 +19,7 @@ from envs.data import TaskSource
 from envs.env import Limits, ToolEnv
 from envs.rewards import Rubric, Term
 from envs.tools import Tool
-from envs.types import Task
+from envs.types import Demonstration, Task
 
 PLUGINS = "agentic.envs"
 """Entry point group of packages that bring environments along."""
@@ -38,6 +38,7 @@ class EnvSpec:
     gates: Sequence[str] = ()  # terms that must be positive
     terms: Mapping[str, Term] = field(default_factory=dict)  # reward terms of its own
     limits: Limits = field(default_factory=Limits)  # by default
+    demonstrations: Sequence[Demonstration] = ()  # solved problems that may be shown
     expert: Callable[[Task], str] | None = None  # the program that solves a task, for traces to start from
     example: Mapping[str, Any] = field(default_factory=dict)  # options to try it with, where it needs some
 
@@ -47,9 +48,16 @@ class EnvSpec:
         *,
         weights: Mapping[str, float] | None = None,
         limits: Limits | None = None,
+        shots: int = 0,
         **settings: Any,
     ) -> ToolEnv:
-        """One environment; cheap enough for one an episode. ``settings`` are those of ``ToolEnv``."""
+        """One environment; cheap enough for one an episode. ``settings`` are those of ``ToolEnv``.
+
+        Raises:
+            ValueError: more ``shots`` (demonstrations before the question) than there are.
+        """
+        if shots > len(self.demonstrations):
+            raise ValueError(f"{self.id} has {len(self.demonstrations)} demonstrations to show, not {shots}")
         weights = self.weights if weights is None else weights
         return ToolEnv(
             tasks=tasks,
@@ -57,6 +65,7 @@ class EnvSpec:
             rubric=Rubric(weights=weights, gates=self.gates, terms=self.terms),
             limits=self.limits if limits is None else limits,
             instruction=self.instruction,
+            demonstrations=self.demonstrations[:shots],
             **settings,
         )
 

@@ -28,6 +28,17 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstration:
+    """A solved problem to show before the question, for models that follow an example better than a rule."""
+
+    prompt: str
+    tool: str
+    arguments: dict[str, Any]
+    output: str  # what the tool answered
+    answer: str  # the last turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelTurn:
     """What the policy wrote in one turn, as text without the end-of-turn token."""
 
