@@ -228,6 +228,7 @@ def child(
         die_with_parent()
         os.chdir(settings["scratch"])
         os.umask(0o022)
+        write_files(request["files"])
         os.environ.clear()
         os.environ.update(settings["environment"])
         if "random" in sys.modules:
@@ -250,13 +251,16 @@ def child(
         os._exit(exit_code)
 
 
-def write_inputs(request: dict[str, Any], settings: dict[str, Any]) -> int:
-    """The files of a request and its stdin, owned by the program's user; returns a descriptor to read stdin from."""
-    for name, data in request["files"].items():
-        path = os.path.join(settings["scratch"], os.path.basename(name))
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
+def write_files(files: dict[str, str]) -> None:
+    """In the child, as the program's user, so that the reset can delete them as that user."""
+    for name, data in files.items():
+        fd = os.open(os.path.basename(name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
         with open(fd, "wb") as file:
             file.write(base64.b64decode(data))
+
+
+def open_stdin(request: dict[str, Any]) -> int:
+    """A descriptor that the program reads its stdin from."""
     if not request["stdin"]:
         return os.open("/dev/null", os.O_RDONLY)
     read_fd, write_fd = os.pipe()
@@ -280,7 +284,7 @@ def execute(
 ) -> dict[str, Any] | None:
     """Run one program to its end or its deadline; None when the other side hung up meanwhile."""
     started = time.monotonic()
-    stdin_fd = write_inputs(request, settings)
+    stdin_fd = open_stdin(request)
     out_read, out_write = os.pipe()
     err_read, err_write = os.pipe()
     pid = os.fork()

@@ -1,0 +1,83 @@
+"""The pool: bounded, fair, clean, and never short of a place."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from sandboxes import SandboxFailure, SandboxPool, SandboxSpec, SandboxUnavailable, resolve
+
+LOCAL = SandboxSpec(kind="local", size=2)
+
+
+async def test_no_more_than_size_at_once_and_served_in_order() -> None:
+    async with SandboxPool(LOCAL) as pool:
+        order: list[int] = []
+        most = running = 0
+
+        async def use(number: int) -> None:
+            nonlocal most, running
+            async with pool.lease() as box:
+                order.append(number)
+                running += 1
+                most = max(most, running)
+                await box.exec("pass")
+                running -= 1
+
+        await asyncio.gather(*(use(number) for number in range(12)))
+        assert most == 2
+        assert order[2:] == list(range(2, 12))
+        assert (pool.counters.leases, pool.counters.started) == (12, 2)
+
+
+async def test_a_broken_sandbox_is_replaced() -> None:
+    async with SandboxPool(LOCAL) as pool:
+        with pytest.raises(SandboxFailure):
+            async with pool.lease() as box:
+                await box.exec("import os; os.kill(os.getppid(), 9)")
+        async with pool.lease() as box:
+            assert (await box.exec("print(1)")).stdout == "1\n"
+        assert (pool.counters.started, pool.counters.discarded) == (2, 1)
+
+
+async def test_cancelled_leases_and_waiters_free_their_places() -> None:
+    async with SandboxPool(LOCAL) as pool:
+
+        async def hold() -> None:
+            async with pool.lease() as box:
+                await box.exec("import time; time.sleep(30)", timeout_s=60)
+
+        tasks = [asyncio.create_task(hold()) for _ in range(5)]
+        await asyncio.sleep(0.5)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        async with asyncio.timeout(10), pool.lease() as box:
+            assert (await box.exec("print(1)")).stdout == "1\n"
+
+
+async def test_a_closed_pool_says_so() -> None:
+    pool = SandboxPool(LOCAL)
+    await pool.close()
+    await pool.close()
+    with pytest.raises(SandboxFailure, match="closed"):
+        async with pool.lease():
+            pass
+
+
+async def test_auto_falls_back_to_local_with_one_loud_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "unix:///no/docker.sock")
+    lines: list[str] = []
+    assert (await resolve(SandboxSpec(kind="auto"), lines.append)).kind == "local"
+    assert len(lines) == 1
+    assert "NO ISOLATION" in lines[0]
+    with pytest.raises(SandboxUnavailable, match=r"no Docker engine answers.*--sandbox\.kind local"):
+        await resolve(SandboxSpec(kind="docker"), lines.append)
+
+
+@pytest.mark.docker
+@pytest.mark.slow
+async def test_a_missing_image_is_named_with_the_way_to_build_it() -> None:
+    with pytest.raises(SandboxUnavailable, match=r"'no-such-image:1' is missing.*agent-rl sandbox build --tag"):
+        await resolve(SandboxSpec(kind="docker", image="no-such-image:1"))
