@@ -1,6 +1,6 @@
 """Environments and tools for language models, in message space: no torch, no engine."""
 
-from envs.data import TaskList, TaskSource, load_jsonl
+from envs.data import Mixture, TaskList, TaskSource, load_jsonl, load_tasks
 from envs.env import Limits, Resources, ToolEnv
 from envs.registration import EnvSpec, get, ids, register, register_all
 from envs.rewards import Episode, Rubric, Term
@@ -13,6 +13,7 @@ __all__ = [
     "Failure",
     "Limits",
     "Message",
+    "Mixture",
     "ModelTurn",
     "Opening",
     "Resources",
@@ -33,6 +34,7 @@ __all__ = [
     "get",
     "ids",
     "load_jsonl",
+    "load_tasks",
     "register",
     "register_all",
     "tool",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field
+
 from envs.arithmetic import ArithmeticOptions, ArithmeticTasks
-from envs.data import TaskList, TaskSource, load_jsonl
+from envs.data import Mixture, TaskList, TaskSource, load_tasks
 from envs.env import Limits
 from envs.files import FilesOptions, FilesTasks, wanted_files
 from envs.grader import Grader
@@ -18,31 +21,50 @@ from envs.rewards import Episode
 from envs.search import SearchOptions, SearchTasks, same_words, search
 from envs.toolbox import bash
 from envs.tools import python
-from envs.types import Demonstration, Task
+from envs.types import Demonstration
 
 STEP_BY_STEP = "{problem}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 
 
-def problems_from_file(env_id: str, prompt: str = "{problem}") -> Any:
-    """Tasks from the JSONL file that the option ``path`` names, each problem put into the ``prompt``."""
+class FileOptions(BaseModel):
+    """Where problems come from, and which of them."""
 
-    def tasks(options: Mapping[str, Any]) -> TaskSource:
-        if set(options) - {"path", "prompt"} or "path" not in options:
-            raise ValueError(
-                f"options of {env_id}: `path` of a JSONL file, perhaps `prompt`, nothing else; not {dict(options)}"
-            )
-        form = str(options.get("prompt", prompt))
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str | None = Field(None, description="a .jsonl, .csv or .parquet file, or hf:NAME")
+    mix: Mapping[str, float] = Field(default_factory=dict, description="instead of path: several, with weights")
+    columns: Mapping[str, str] = Field(default_factory=dict, description="what the file calls our fields")
+    split: str = Field("train", description="of a Hugging Face data set")
+    prompt: str | None = Field(None, description="a text with {problem} in it; the environment's own when None")
+    max_chars: int | None = Field(None, ge=1, description="longer problems are left out")
+
+
+def problems_from_file(prompt: str = "{problem}") -> Callable[[Mapping[str, Any]], TaskSource]:
+    """A function from ``FileOptions`` to tasks, each problem put into the ``prompt``."""
+
+    def tasks(given: Mapping[str, Any]) -> TaskSource:
+        options = FileOptions.model_validate(given)
+        form = options.prompt or prompt
         try:
-            form.format(problem="")
+            if form.format(problem="\0").count("\0") != 1:
+                raise ValueError("no {problem}")
         except (LookupError, ValueError) as error:
-            raise ValueError(f"prompt = {form!r}: a text with {{problem}} in it, other braces doubled") from error
-        return TaskList([_asked(task, form) for task in load_jsonl(options["path"])])
+            raise ValueError(f"prompt = {form!r}: a text with {{problem}} in it once, other braces doubled") from error
+        if (options.path is None) == (not options.mix):
+            raise ValueError("the environment needs a file: give `path`, or `mix` with several and their weights")
+        weights = options.mix or {str(options.path): 1.0}
+        sources = [_from(path, options, form) for path in weights]
+        return sources[0] if len(sources) == 1 else Mixture(sources, list(weights.values()))
 
     return tasks
 
 
-def _asked(task: Task, form: str) -> Task:
-    return replace(task, prompt=form.format(problem=task.prompt))
+def _from(path: str, options: FileOptions, form: str) -> TaskList:
+    longest = options.max_chars or sys.maxsize
+    kept = [task for task in load_tasks(path, options.columns, options.split) if len(task.prompt) <= longest]
+    if not kept:
+        raise ValueError(f"{path}: no problem has at most max_chars = {longest} characters")
+    return TaskList([replace(task, prompt=form.format(problem=task.prompt)) for task in kept])
 
 
 async def thought(episode: Episode, grader: Grader) -> float:
@@ -61,7 +83,7 @@ SPECS = (
     EnvSpec(
         id="agentic/MathPython-v1",
         summary="word problems from a JSONL file, solved with the python tool, answered in a box",
-        tasks=problems_from_file("agentic/MathPython-v1"),
+        tasks=problems_from_file(),
         tools=(python,),
         instruction="Solve the problem with Python. When you know the result, put the final answer within \\boxed{}.",
         demonstrations=(
@@ -77,13 +99,13 @@ SPECS = (
     EnvSpec(
         id="agentic/ShortCoT-v1",
         summary="problems from a JSONL file, one turn of reasoning, answered in a box",
-        tasks=problems_from_file("agentic/ShortCoT-v1", STEP_BY_STEP),
+        tasks=problems_from_file(STEP_BY_STEP),
         limits=Limits(max_turns=1),
     ),
     EnvSpec(
         id="agentic/LongCoT-v1",
         summary="problems from a JSONL file, one turn of reasoning between think tags, then a boxed answer",
-        tasks=problems_from_file("agentic/LongCoT-v1", STEP_BY_STEP),
+        tasks=problems_from_file(STEP_BY_STEP),
         instruction="Think between <think> and </think>, as long as you need; then give the answer.",
         weights={"correct": 1.0, "thought": 0.0},
         terms={"thought": thought},

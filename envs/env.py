@@ -13,7 +13,7 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Literal, TypeVar
 
@@ -51,6 +51,10 @@ class Resources:
     def __init__(self, spec: SandboxSpec) -> None:
         self.pool = SandboxPool(spec)
         self.grader = Grader()
+
+    def held(self, files: Mapping[str, str] | None = None) -> HeldSandbox:
+        """A sandbox to keep, leased when first used, with these files in it."""
+        return HeldSandbox(self.pool, files)
 
     async def __aenter__(self) -> Resources:
         await self.pool.__aenter__()
