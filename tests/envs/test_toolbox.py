@@ -88,7 +88,7 @@ async def test_files_stay_for_the_episode_and_not_for_the_next(local: Resources)
         "one\ntwo\nthree",
         "replaced",
         "the piece stands there 3 times; it must be once",
-        "12 characters written",
+        "13 characters written",
         "one\n2\nthree\nquote ' \" \\ ",
         "[Errno 2] No such file or directory: 'gone.txt'",
     ]
