@@ -57,11 +57,13 @@ def stated_answer(text: str) -> str | None:
 
 
 def _anchored(text: str) -> str | None:
-    matches = list(re.finditer(r"(?i)\banswer(?:\s+is\s*:?|\s*:|\*\*\s*:|:\*\*)\s*(?=\S)", text))
+    matches = list(
+        re.finditer(r"(?i)\banswer(?:\s+is\s*:?|\s*:|\*\*\s*:|:\*\*)\s*(?=\S)|答案[是为：:]+\s*|^####\s*", text, re.M)
+    )
     if not matches:
         return None
     line = text[matches[-1].end() :].split("\n", 1)[0][: MAX_ANSWER + 1]
-    answer = re.split(r"\.(?:\s|$)", line, maxsplit=1)[0].strip(" *$")
+    answer = re.split(r"\.(?:\s|$)|。|,\s+(?=[a-z])", line, maxsplit=1)[0].strip(" *$")
     return answer if answer and len(answer) <= MAX_ANSWER else None
 
 
@@ -144,7 +146,8 @@ def normalised(answer: str) -> str:
     text = re.sub(r"\\sqrt\s+(\w)", r"\\sqrt{\1}", text)
     text = re.sub(r"(?<![\\a-zA-Z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
     text = text.replace("**", "^")
-    text = re.sub(r"_\{(\w)\}", r"_\1", text)
+    text = re.sub(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
+    text = re.sub(r"_\{\s*(\w)\s*\}", r"_\1", text)
     text = re.sub(r"\^\{\\circ\}", r"^\\circ", text)
     text = re.sub(r"\s+", " ", text).strip()
     return text.rstrip(".,;").strip() if not text.endswith("...") else text

@@ -27,7 +27,7 @@ def exact_number(answer: str) -> Fraction | None:
 
 def same_exactly(gold: str, answer: str) -> bool | None:
     """True or False where spelling, words or rational values decide; None where structure or algebra must."""
-    left, right = normalised(gold), normalised(answer)
+    left, right = normalised(gold), re.sub(r"^([A-Z])\)\s*", r"(\1) ", normalised(answer))
     if left.replace(" ", "") == right.replace(" ", ""):
         return True
     if not _balanced(right):
@@ -36,7 +36,10 @@ def same_exactly(gold: str, answer: str) -> bool | None:
     if left_value and right_value:
         return left_value.equals(right_value)
     if _is_words(left) and _is_words(right):
-        return _word(left) == _word(right)
+        if _word(left) == _word(right):
+            return True
+        # "ab" may be a word or a product.
+        return None if re.fullmatch("[a-z]{2,3}", left) and re.fullmatch("[a-z]{2,3}", right) else False
     return None
 
 
@@ -87,7 +90,7 @@ def _equal(gold: str, answer: str, leaf: Leaf, depth: int) -> bool:
         return digits[0] == other_digits[0] and (digits[1] == other_digits[1] or "" in (digits[1], other_digits[1]))
     sides = _sides(gold), _sides(answer)
     if len(sides[1]) > 1 and (len(sides[0]) == 1 or _is_name(sides[0][0])):
-        right = sides[1][-1]
+        right = sides[1][0] if _is_name(sides[1][-1]) and not _is_name(sides[1][0]) else sides[1][-1]
         if len(sides[0]) == 1 or _is_name(sides[1][0]):
             return _equal(sides[0][-1], right, leaf, depth + 1)
     if len(sides[1]) == 1 and len(sides[0]) == 2 and _is_name(sides[0][0]):
@@ -142,14 +145,15 @@ def _balanced(text: str) -> bool:
 def _plain(text: str) -> str:
     """Without what only introduces the answer: "the answer is", "x \\in", a lone pair of braces."""
     text = re.sub(r"(?i)^.*\banswer\s*(?:is|:)\s*", "", text)
-    text = re.sub(r"^[a-zA-Z]\s*\\in\s*", "", text)
+    text = re.sub(r"^[a-zA-Z]\s*\\in\s*|^[A-Za-z ]{2,}:\s*", "", text)
+    text = re.sub(r"(?<=\d)\s*\([a-z -]{3,}\)$", "", text)
     text = text.replace(r"\approx", "=").replace(r"\langle", "(").replace(r"\rangle", ")")
     return text.strip()
 
 
 def _of_choice(answer: str, gold: str) -> str:
     """``(A) 55`` without its letter, unless the gold is a letter too; then the letter alone."""
-    choice = re.match(r"\(([A-Z])\)\s*(?=\S)", answer)
+    choice = re.match(r"\(?([A-Z])\)\s*(?=\S)", answer)
     if choice is None:
         return answer
     return choice[1] if re.fullmatch(r"\(?[A-Z]\)?", gold) else answer[choice.end() :]

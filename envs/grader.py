@@ -170,10 +170,17 @@ def algebra_equal(gold: str, answer: str) -> bool:
     from math_verify import parse, verify  # here, so that importing this module stays cheap
 
     # The server keeps the time; math-verify's own alarm would only add a second clock.
-    left, right = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (gold, answer))
+    left, right = (parse(f"\\boxed{{{_in_radians(text)}}}", parsing_timeout=None) for text in (gold, answer))
     if left and right and verify(left, right, timeout_seconds=None):
         return True
     return any(_same_complex(a, b) for a in left[:1] for b in right[:1])
+
+
+def _in_radians(text: str) -> str:
+    """Degrees inside a trigonometric function as radians; math-verify drops the sign for degrees."""
+    if not re.search(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])", text):
+        return text
+    return re.sub(r"(\d+(?:\.\d+)?)\s*\^\s*\\circ", r"(\1\\cdot\\frac{\\pi}{180})", text)
 
 
 def _same_complex(left: Any, right: Any) -> bool:

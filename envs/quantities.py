@@ -34,6 +34,13 @@ for _dimension, _listing in {
             _long.replace("meter", "metre") + "s",
         ):
             _UNITS[_name] = (_dimension, Fraction(_factor))
+for _spellings, _metres in (
+    (("in", "inch", "inches"), Fraction(127, 5000)),
+    (("ft", "foot", "feet"), Fraction(381, 1250)),
+    (("yd", "yard", "yards"), Fraction(1143, 1250)),
+    (("mi", "mile", "miles"), Fraction(201168, 125)),
+):
+    _UNITS |= {spelling: ("length", _metres) for spelling in _spellings}
 _UNITS |= {"sec": _UNITS["s"], "hr": _UNITS["h"], "hrs": _UNITS["h"], "mins": _UNITS["min"], "°": _UNITS["deg"]}
 _CURRENCIES = {r"\$": "dollar", "USD": "dollar", "US$": "dollar", "dollar": "dollar", "dollars": "dollar"}
 _CURRENCIES |= {"€": "euro", "EUR": "euro", "euro": "euro", "euros": "euro", "£": "pound", "GBP": "pound"}

@@ -18,8 +18,13 @@ from envs.answers import final_answer, normalised, stated_answer
 from envs.equality import equal, same_exactly
 from envs.grader import Grader, is_reasonable
 
-PAIRS = Path(__file__).parents[1] / "data" / "grading_pairs.jsonl"
-ROWS = [json.loads(line) for line in PAIRS.read_text(encoding="utf-8").splitlines()]
+DATA = Path(__file__).parents[1] / "data"
+ROWS = [
+    json.loads(line)
+    for name in ("grading_pairs.jsonl", "grading_pairs_own.jsonl")
+    for line in (DATA / name).read_text(encoding="utf-8").split("\n")
+    if line
+]
 JUDGED_OTHERWISE: set[str] = set()
 """Ids of pairs in which we deliberately differ from the file."""
 
