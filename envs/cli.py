@@ -6,6 +6,8 @@ import argparse
 import asyncio
 import difflib
 import json
+import secrets
+import signal
 import sys
 import time
 from collections import Counter
@@ -43,6 +45,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         parser.add_argument("--task", type=int, default=0, metavar="INDEX", help="which task (default 0)")
         parser.add_argument("--dialect", default="hermes", help=f"one of {', '.join(DIALECTS)}")
     play.add_argument("--sandbox", choices=("auto", "docker", "local"), default="auto")
+
+    serve = _verb(envs_verbs, "serve", "environments over HTTP", "agent-rl envs serve --port 8700", _serve)
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    serve.add_argument("--port", type=int, default=8700)
+    serve.add_argument("--token-file", metavar="FILE", help="the token of clients (default: a new one, printed)")
+    serve.add_argument("--sandbox", choices=("auto", "docker", "local"), default="auto")
+    serve.add_argument("--size", type=int, default=SandboxSpec().size, help="sandboxes at once")
 
     tools_verbs = _group(commands, "tools", "list, call and parse tool calls")
     _verb(tools_verbs, "list", "the tools that ship with the package", "agent-rl tools list", _tools_list)
@@ -186,6 +195,37 @@ def _play(arguments: argparse.Namespace) -> int:
         return 0
 
     return asyncio.run(episode())
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from aiohttp import web  # here: the other commands do without
+
+    from envs.serve import EnvServer
+
+    token = Path(arguments.token_file).read_text().strip() if arguments.token_file else secrets.token_urlsafe(24)
+    if not token:
+        raise ValueError(f"{arguments.token_file} is empty")
+
+    async def run() -> int:
+        stop = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        spec = await resolve(SandboxSpec(kind=arguments.sandbox, size=arguments.size))
+        async with Resources(spec) as resources:
+            runner = web.AppRunner(EnvServer(resources, token=token).application())
+            await runner.setup()
+            try:
+                await web.TCPSite(runner, arguments.host, arguments.port).start()
+                port = runner.addresses[0][1]
+                print(f"serving http://{arguments.host}:{port}", flush=True)
+                if not arguments.token_file:
+                    print(f"token {token}", flush=True)
+                await stop.wait()
+            finally:
+                await runner.cleanup()
+        return 0
+
+    return asyncio.run(run())
 
 
 def _options(arguments: argparse.Namespace, spec: EnvSpec) -> Mapping[str, Any]:

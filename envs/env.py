@@ -11,26 +11,22 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import groupby
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-import gymnasium
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from envs.answers import final_answer
 from envs.data import TaskSource
+from envs.facade import MessageEnv
 from envs.grader import Grader, GraderFailure
 from envs.parsers import get_dialect
 from envs.rewards import Episode, Rubric
 from envs.tools import HeldSandbox, Tool, ToolBug, ToolContext, ToolOutput
 from envs.types import Demonstration, Failure, Message, ModelTurn, Opening, Stop, Task, ToolCall, TurnResult
 from sandboxes import SandboxFailure, SandboxPool, SandboxSpec, resolve
-
-T = TypeVar("T")
 
 
 class Limits(BaseModel):
@@ -65,31 +61,7 @@ class Resources:
         await self.pool.close()
 
 
-class TextSpace(gymnasium.spaces.Space[str]):
-    """Any text. (``gymnasium.spaces.Text`` refuses blanks and newlines by default.)"""
-
-    def __init__(self, seed: int | np.random.Generator | None = None) -> None:
-        super().__init__((), np.str_, seed)
-
-    def sample(self, mask: Any | None = None, probability: Any | None = None) -> str:
-        words = self.np_random.integers(0, 1000, size=int(self.np_random.integers(1, 6)))
-        return " ".join(map(str, words))
-
-    def contains(self, x: Any) -> bool:
-        return isinstance(x, str)
-
-    @property
-    def is_np_flattenable(self) -> bool:
-        return False
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, TextSpace)
-
-    def __hash__(self) -> int:
-        return hash(TextSpace)
-
-
-class ToolEnv(gymnasium.Env[str, str]):
+class ToolEnv(MessageEnv):
     """One episode at a time.
 
     Args:
@@ -106,10 +78,6 @@ class ToolEnv(gymnasium.Env[str, str]):
         approve: asked before each call that would run; one that it refuses is told so.
     """
 
-    metadata: dict[str, Any] = {  # noqa: RUF012  # Gymnasium's own declaration
-        "render_modes": []
-    }
-
     def __init__(
         self,
         *,
@@ -125,6 +93,7 @@ class ToolEnv(gymnasium.Env[str, str]):
         on_tool_bug: Literal["raise", "void"] = "raise",
         approve: Callable[[ToolCall], Awaitable[bool]] | None = None,
     ) -> None:
+        super().__init__()
         self.tasks = tasks
         self.tools = {tool.name: tool for tool in tools}
         self.rubric = rubric
@@ -132,12 +101,9 @@ class ToolEnv(gymnasium.Env[str, str]):
         self.dialect = get_dialect(dialect)
         self.instruction = instruction
         self.demonstrations = tuple(demonstrations)
-        self.observation_space = TextSpace()
-        self.action_space = TextSpace()
         self._resources = resources
         self._sandbox = sandbox or SandboxSpec(size=1)
         self._on_tool_bug = on_tool_bug
-        self._loop: _LoopThread | None = None
         self._own_resources: Resources | None = None
         self._task: Task | None = None
         self._approve = approve
@@ -328,43 +294,17 @@ class ToolEnv(gymnasium.Env[str, str]):
         opening = self.run(self.areset(int(self.np_random.integers(2**31)), task))
         return task.prompt, {"messages": list(opening.messages), "tools": list(opening.tools), "task_id": task.id}
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """One turn of the model (as if ended by its stop token); the observation is the tools' results as text.
-
-        ``info["reward_valid"]`` is False where our side failed: the reward of 0.0 then means nothing.
-        """
-        result = self.run(self.astep(ModelTurn(text=str(action), finish="stop")))
-        info = {
-            "messages": list(result.messages),
-            "calls": [call.status for call in result.calls],
-            "stop": result.stop or "",
-            "terms": result.terms,
-            "reward_valid": result.failure is None,
-        }
-        text = "\n".join(str(message["content"]) for message in result.messages)
-        return text, float(result.reward or 0.0), result.terminated, result.truncated, info
-
-    def close(self) -> None:
-        if self._loop is not None:
-            self._loop.run(self.aclose())
-            own, self._own_resources = self._own_resources, None
-            if own is not None:
-                self._loop.run(own.__aexit__(None, None, None))
-                self._resources = None
-            self._loop.stop()
-            self._loop = None
-
-    async def _open_resources(self) -> Resources:
-        spec = await resolve(self._sandbox) if self.tools else self._sandbox
-        return await Resources(spec).__aenter__()
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's result, from the loop that ``reset`` and ``step`` use (``areset`` and ``astep`` for one)."""
-        if self._loop is None:
-            self._loop = _LoopThread()
+    async def _open(self) -> None:
         if self._resources is None:
-            self._own_resources = self._resources = self._loop.run(self._open_resources())
-        return self._loop.run(coroutine)
+            spec = await resolve(self._sandbox) if self.tools else self._sandbox
+            self._own_resources = self._resources = await Resources(spec).__aenter__()
+
+    async def _shut(self) -> None:
+        await self.aclose()
+        own, self._own_resources = self._own_resources, None
+        if own is not None:
+            self._resources = None
+            await own.__aexit__(None, None, None)
 
 
 class _Lost(Exception):
@@ -374,23 +314,6 @@ class _Lost(Exception):
         super().__init__(failure.detail)
         self.error = error
         self.failure = failure
-
-
-class _LoopThread:
-    """An event loop in a thread, so that the synchronous side works inside and outside a running loop."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="tool-env", daemon=True)
-        self._thread.start()
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-
-    def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
 
 
 def shortened(text: str, limit: int) -> str:

@@ -16,7 +16,7 @@ from scripted import call
 import envs
 from envs import Task
 from envs.data import load_jsonl
-from envs.env import TextSpace
+from envs.facade import TextSpace
 from envs.registration import make_env
 from sandboxes import SandboxSpec
 
