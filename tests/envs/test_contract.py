@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted import call
+from envs_scripted import call
 
 import envs
 from envs import Limits, Task, TaskList, ToolEnv, tool

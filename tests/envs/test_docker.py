@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import docker
 import pytest
 import pytest_asyncio
-from scripted import call, make_env, play
+from envs_scripted import call, make_env, play
 from test_contract import by_shell
 
 import envs

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted import call, play
+from envs_scripted import call, play
 
 import envs
 from envs.registration import make_env

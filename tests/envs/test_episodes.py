@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import pytest
-from scripted import TASK, FakeResources, breaks, call, done, make_env, play
+from envs_scripted import TASK, FakeResources, breaks, call, done, make_env, play
 
 from envs import Limits, Rubric, Task, Tool, ToolBug, ToolContext, ToolOutput, TurnResult, tool
 from envs.rewards import Episode

@@ -10,8 +10,8 @@ from typing import Any
 
 import gymnasium
 import pytest
+from envs_scripted import call
 from gymnasium.wrappers import RecordEpisodeStatistics, TimeLimit
-from scripted import call
 
 import envs
 from envs import Task

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from scripted import FakeResources, make_env, play
+from envs_scripted import FakeResources, make_env, play
 
 from envs import Rubric, TurnResult
 from envs.judge import judge

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from scripted import FakeResources, call, make_env, play
+from envs_scripted import FakeResources, call, make_env, play
 
 from envs.mcp import mcp_tools
 from sandboxes import SandboxFailure

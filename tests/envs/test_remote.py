@@ -17,8 +17,8 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from envs_scripted import FakeResources, breaks, call, play
 from gymnasium.utils.env_checker import check_env
-from scripted import FakeResources, breaks, call, play
 
 from envs import Resources
 from envs.registration import get, make_env

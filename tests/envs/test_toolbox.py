@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import pytest
 import pytest_asyncio
+from envs_scripted import TASK, FakeResources, call, make_env, play
 from pydantic import BaseModel
-from scripted import TASK, FakeResources, call, make_env, play
 
 import envs
 from envs import Limits, Resources, Task, ToolContext, tool

@@ -25,9 +25,7 @@ def started(**settings: Any) -> tuple[Any, Any, Any]:
     return parts, environment, get("agentic/Arithmetic-v1").tasks({}).task(0)
 
 
-@pytest.mark.parametrize(
-    "env_id", ["agentic/Arithmetic-v1", "agentic/Bash-v1", "agentic/SearchQA-v1", "agentic/Maze-v1"]
-)
+@pytest.mark.parametrize("name", ["Arithmetic", "Bash", "SearchQA", "Maze"])
 def test_transformers_reads_the_schema_that_we_made(name: str) -> None:
     env_id = f"agentic/{name}-v1"
     environment = for_trl(env_id, sandbox=LOCAL).factory()
