@@ -100,16 +100,19 @@ async def trace(
     """The token sequence of the expert's episode on one task, tool results as the real environment gave them."""
     task = setup.tasks.task(derive_seed(config.seed, "trace", number) % len(setup.tasks))
     place = Place(step=0, group=number, member=0)
+    rng = random.Random(derive_seed(config.seed, "guess", number))
+    guesses = rng.random() < config.cold_start.guesses
+    texts = [guess(task, rng)] if guesses else expert_turns(setup, task)
     trajectory = await run_episode(
         setup.make_env(resources),
         task,
         place,
-        engine=_Scripted(codec, expert_turns(setup, task)),
+        engine=_Scripted(codec, texts),
         codec=codec,
         config=config.rollout,
         seed=config.seed,
     )
-    if trajectory.terms.get("correct") != 1.0:
+    if not guesses and trajectory.terms.get("correct") != 1.0:
         raise ConfigError(
             f"the expert's trace of {task.id} ended by {trajectory.stop} ({trajectory.failure or trajectory.terms}): "
             "are the token limits of [rollout] too small for it?"
@@ -121,6 +124,12 @@ def expert_turns(setup: Setup, task: Task) -> list[str]:
     """What the expert writes: one call, then the answer in a box."""
     assert setup.spec.expert is not None
     return [setup.dialect.written("python", {"code": setup.spec.expert(task)}), f"\\boxed{{{task.answer}}}"]
+
+
+def guess(task: Task, rng: random.Random) -> str:
+    """What a model that trusts its head writes: a number of the right length in a box."""
+    digits = len((task.answer or "").lstrip("-"))
+    return f"\\boxed{{{rng.randint(10 ** (digits - 1), 10**digits - 1)}}}"
 
 
 def expert_texts(setup: Setup) -> list[str]:

@@ -125,6 +125,7 @@ class ColdStartConfig(Section):
     steps: int = Field(0, ge=0)
     batch: int = Field(64, ge=1)
     lr: float = Field(1e-3, gt=0)
+    guesses: float = Field(0.0, ge=0, lt=1, description="share of traces that guess instead of calling the tool")
 
 
 class CheckpointConfig(Section):
