@@ -21,12 +21,13 @@ class ExecutionResult:
 
     stdout: str
     stderr: str
-    exit_code: int | None  # None when the program was stopped by us (timeout)
+    exit_code: int | None  # None when the program was stopped by us (timeout); 128 + n when signal n ended it
     status: Status
     stdout_cut_bytes: int = 0  # bytes left out of the middle of stdout
     stderr_cut_bytes: int = 0  # bytes left out of the middle of stderr
     wall_s: float = 0.0  # seconds from request to answer
     isolated: bool = True  # False when the backend gives no isolation (``local``)
+    session_began: bool = False  # True when this call's session was new: no variables of earlier calls
 
 
 class SandboxFailure(Exception):
@@ -72,6 +73,7 @@ class Sandbox(Protocol):
         timeout_s: float | None = None,
         stdin: str | None = None,
         files: dict[str, bytes] | None = None,
+        session: str | None = None,
     ) -> ExecutionResult:
         """Run a Python program in a fresh process; files that it writes stay until ``reset``.
 
@@ -80,8 +82,11 @@ class Sandbox(Protocol):
             timeout_s: wall-clock limit; the specification's when None. The whole process tree dies at the deadline.
             stdin: what the program reads; empty when None.
             files: written into the working folder first; plain names, no folders.
+            session: run in the process of this name instead, which keeps variables, threads and child processes
+                between calls; begun by its first call, ended by ``reset``, a timeout or its own death.
 
         Raises:
+            ValueError: a file name with a folder, a time limit that is none, or over 64 MiB of files and stdin.
             SandboxFailure: when the sandbox, not the program, failed. The sandbox is then unusable.
         """
         ...

@@ -99,7 +99,12 @@ class DockerSandbox:
         source = Path(__file__).with_name("worker.py").read_bytes()
         self._stream.write(struct.pack(">I", len(source)) + source)
         settings = settings_of(
-            self.spec, scratch=SCRATCH, wipe=[SCRATCH, "/tmp", "/dev/shm"], uid=PROGRAM_UID, preload=PRELOAD
+            self.spec,
+            scratch=SCRATCH,
+            wipe=[SCRATCH, "/tmp", "/dev/shm"],
+            uid=PROGRAM_UID,
+            preload=PRELOAD,
+            remove_scratch=False,
         )
         try:
             await self._link.handshake(settings)
@@ -167,16 +172,18 @@ class DockerSandbox:
         timeout_s: float | None = None,
         stdin: str | None = None,
         files: dict[str, bytes] | None = None,
+        session: str | None = None,
     ) -> ExecutionResult:
         assert self._link is not None, "start() first"
-        return await self._link.execute(code, timeout_s=timeout_s or self.spec.timeout_s, stdin=stdin, files=files)
+        limit = self.spec.timeout_s if timeout_s is None else timeout_s
+        return await self._link.execute(code, timeout_s=limit, stdin=stdin, files=files, session=session)
 
     async def reset(self) -> None:
         assert self._link is not None, "start() first"
         await self._link.reset()
 
     async def alive(self) -> bool:
-        return self._link is not None and not self._link.broken and await self._link.ping()
+        return self._link is not None and not self._link.broken and self._stream is not None and self._stream.is_open()
 
     async def close(self) -> None:
         if self._stream is not None:
@@ -239,6 +246,16 @@ class _AttachedBytes:
                 raise asyncio.IncompleteReadError(data, count)
             data += part
         return data
+
+    def is_open(self) -> bool:
+        """False when the container is gone: between two calls nothing else arrives."""
+        try:
+            self._raw.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
 
     def close(self) -> None:
         self._raw.close()

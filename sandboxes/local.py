@@ -45,7 +45,9 @@ class LocalSandbox:
         except OSError as error:
             raise SandboxUnavailable(f"cannot start {sys.executable}: {error}") from error
         self._link = WorkerLink(_ProcessBytes(self.process), isolated=False)
-        settings = settings_of(self.spec, scratch=self._scratch, wipe=[self._scratch], uid=None, preload=[])
+        settings = settings_of(
+            self.spec, scratch=self._scratch, wipe=[self._scratch], uid=None, preload=[], remove_scratch=True
+        )
         await self._link.handshake(settings)
 
     async def exec(
@@ -55,16 +57,19 @@ class LocalSandbox:
         timeout_s: float | None = None,
         stdin: str | None = None,
         files: dict[str, bytes] | None = None,
+        session: str | None = None,
     ) -> ExecutionResult:
         assert self._link is not None, "start() first"
-        return await self._link.execute(code, timeout_s=timeout_s or self.spec.timeout_s, stdin=stdin, files=files)
+        limit = self.spec.timeout_s if timeout_s is None else timeout_s
+        return await self._link.execute(code, timeout_s=limit, stdin=stdin, files=files, session=session)
 
     async def reset(self) -> None:
         assert self._link is not None, "start() first"
         await self._link.reset()
 
     async def alive(self) -> bool:
-        return self._link is not None and not self._link.broken and await self._link.ping()
+        is_running = self.process is not None and self.process.returncode is None
+        return is_running and self._link is not None and not self._link.broken
 
     async def close(self) -> None:
         process, self.process = self.process, None

@@ -18,7 +18,7 @@ class PoolCounters:
 
     leases: int = 0
     started: int = 0
-    discarded: int = 0  # broken, or not clean after a reset
+    discarded: int = 0  # broken, dead while idle, or not clean after a reset
     wait_s: float = 0.0  # seconds that leases waited for a free place
 
 
@@ -108,7 +108,7 @@ class SandboxPool:
         async with self._places:
             self.counters.wait_s += loop.time() - asked
             self.counters.leases += 1
-            box = self._idle.pop() if self._idle else await self._start()
+            box = await self._take()
             failed = True
             try:
                 yield box
@@ -121,6 +121,20 @@ class SandboxPool:
                 except asyncio.CancelledError:
                     await asyncio.wait([returned])
                     raise
+
+    async def _take(self) -> Sandbox:
+        """An idle sandbox that still answers, else a new one."""
+        while self._idle:
+            box = self._idle.pop()
+            try:
+                if await box.alive():
+                    return box
+            except BaseException:
+                await asyncio.shield(box.close())
+                raise
+            self.counters.discarded += 1
+            await box.close()
+        return await self._start()
 
     async def _start(self) -> Sandbox:
         box = self._factory(self.spec)

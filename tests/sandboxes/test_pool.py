@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from sandboxes import SandboxFailure, SandboxPool, SandboxSpec, SandboxUnavailable, resolve
+from sandboxes.local import LocalSandbox
 
 LOCAL = SandboxSpec(kind="local", size=2)
 
@@ -81,3 +82,16 @@ async def test_auto_falls_back_to_local_with_one_loud_line(monkeypatch: pytest.M
 async def test_a_missing_image_is_named_with_the_way_to_build_it() -> None:
     with pytest.raises(SandboxUnavailable, match=r"'no-such-image:1' is missing.*agent-rl sandbox build --tag"):
         await resolve(SandboxSpec(kind="docker", image="no-such-image:1"))
+
+
+async def test_one_that_died_while_idle_is_replaced_before_anybody_sees_it() -> None:
+    async with SandboxPool(SandboxSpec(kind="local", size=1)) as pool:
+        async with pool.lease() as box:
+            assert isinstance(box, LocalSandbox)
+            process = box.process
+        assert process is not None
+        process.kill()
+        await process.wait()
+        async with pool.lease() as box:
+            assert (await box.exec("print(1)")).stdout == "1\n"
+        assert (pool.counters.started, pool.counters.discarded) == (2, 1)

@@ -1,0 +1,47 @@
+"""The shipped contract over every backend."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from sandboxes import Sandbox, SandboxSpec, make_sandbox
+from sandboxes.contract import CHECKS, Check, check
+
+DOCKER = pytest.param("docker", marks=[pytest.mark.docker, pytest.mark.slow])
+
+
+@pytest.fixture(scope="module", params=["local", DOCKER])
+def running(request: pytest.FixtureRequest) -> Iterator[tuple[asyncio.Runner, Sandbox]]:
+    """One sandbox for all checks, as a pool would use it."""
+    with asyncio.Runner() as runner:
+        box = make_sandbox(SandboxSpec(kind=request.param, memory_mb=256, size=1))
+        runner.run(box.start())
+        yield runner, box
+        runner.run(box.close())
+
+
+@pytest.mark.parametrize("one", CHECKS, ids=lambda one: one.__name__)
+def test_contract(running: tuple[asyncio.Runner, Sandbox], one: Check) -> None:
+    runner, box = running
+    runner.run(one(box))
+    runner.run(box.reset())
+
+
+async def test_a_backend_that_breaks_a_promise_is_found() -> None:
+    class Forgetful:
+        """Answers the first program of its life for ever."""
+
+        def __init__(self) -> None:
+            self.box = make_sandbox(SandboxSpec(kind="local"))
+            self.start, self.reset, self.close = self.box.start, self.box.reset, self.box.close
+            self.first = None
+
+        async def exec(self, code, **options):  # type: ignore[no-untyped-def]
+            self.first = self.first or await self.box.exec(code, **options)
+            return self.first
+
+    with pytest.raises(AssertionError):
+        await check(Forgetful)  # type: ignore[arg-type]
