@@ -2,8 +2,8 @@
 
 math-verify cannot run under its own timeout in a thread, and without one a hostile answer freezes the interpreter. So
 a server process imports it once and forks a worker for every question that needs it: the worker has a bounded address
-space, is killed at its deadline, and takes no warm state with it. The clock starts when the worker does, so waiting in
-a queue is never mistaken for a slow answer.
+space, is killed at its deadline, and takes no warm state with it. The deadline is one of processor time, kept by the
+kernel, so that neither a queue nor a busy machine is ever mistaken for a slow answer.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ Verdict = Literal["correct", "wrong", "unparsable", "timeout"]
 """``unparsable``: nothing that algebra may be tried on (too long, too deep, unbalanced, no mathematics)."""
 
 TIMEOUT_S = 1.5
+PATIENCE = 6
+"""Seconds on the clock for every second of processor time, for a worker that does not compute but waits."""
 START_S = 60.0
 MEMORY_MB = 1024
 
@@ -104,7 +106,7 @@ class Grader:
         process = await self._started()
         assert process.stdin is not None
         process.stdin.write((json.dumps([gold, answer, self._timeout_s]) + "\n").encode())
-        async with asyncio.timeout(self._timeout_s + 10):  # the server keeps the time; this is for a dead server
+        async with asyncio.timeout(self._timeout_s * PATIENCE + 10):  # the server keeps time; this is for a dead one
             await process.stdin.drain()
             verdict: Verdict = json.loads(await self._line(process))
             return verdict
@@ -145,7 +147,8 @@ def _in_worker(gold: str, answer: str, timeout_s: float) -> Verdict:
         try:
             os.close(reading)
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY_MB << 20, MEMORY_MB << 20))
-            resource.setrlimit(resource.RLIMIT_CPU, (int(timeout_s) + 2, int(timeout_s) + 2))  # outlives no server
+            signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which is to die, whatever the interpreter is busy with
+            signal.setitimer(signal.ITIMER_PROF, timeout_s)
             verdict = "correct" if equal(gold, answer, algebra_equal) else "wrong"
         except (Exception, RecursionError):  # whatever a parser does with text that nobody vouches for
             verdict = "unparsable"
@@ -153,16 +156,15 @@ def _in_worker(gold: str, answer: str, timeout_s: float) -> Verdict:
             os.write(writing, verdict.encode())
             os._exit(0)
     os.close(writing)
-    try:
-        ready, _, _ = select.select([reading], [], [], timeout_s)
-        if not ready:
-            os.kill(worker, signal.SIGKILL)
-            return "timeout"
-        word = os.read(reading, 32).decode()
-        return word if word in ("correct", "wrong") else "unparsable"  # type: ignore[return-value]
-    finally:
-        os.close(reading)
-        os.waitpid(worker, 0)
+    ready, _, _ = select.select([reading], [], [], timeout_s * PATIENCE)
+    if not ready:
+        os.kill(worker, signal.SIGKILL)
+    word = os.read(reading, 32).decode() if ready else ""
+    os.close(reading)
+    _, status = os.waitpid(worker, 0)
+    if not ready or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF):
+        return "timeout"
+    return word if word in ("correct", "wrong") else "unparsable"  # type: ignore[return-value]
 
 
 def algebra_equal(gold: str, answer: str) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -27,6 +29,11 @@ ROWS = [
 ]
 JUDGED_OTHERWISE: set[str] = set()
 """Ids of pairs in which we deliberately differ from the file."""
+
+
+def two_seconds() -> float:
+    """Two on a machine with nothing else to do; more when others compete for its processors."""
+    return 2.0 * max(1.0, (os.getloadavg()[0] + 1) / (os.cpu_count() or 1))
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -53,7 +60,7 @@ async def test_the_pairs_are_judged_as_common_sense_does(grader: Grader) -> None
 async def test_hostile_answers_are_settled_within_two_seconds(grader: Grader, row: dict[str, Any]) -> None:
     started = time.monotonic()
     await judged(grader, row)
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < two_seconds()
 
 
 HOSTILE = [
@@ -78,11 +85,25 @@ async def test_hostile_expressions_neither_hang_nor_pass(grader: Grader, answer:
     ticker = asyncio.create_task(tick())
     started = time.monotonic()
     assert await grader.verdict("\\sqrt{2}+1", answer) != "correct"
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < two_seconds()
     if time.monotonic() - started > 0.5:
         assert ticks > 3, "the event loop stood still"
     ticker.cancel()
     assert await grader.verdict("x+1", "1+x") == "correct", "the grader works on"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_busy_machine_is_not_a_slow_answer() -> None:
+    strict = Grader(timeout_s=0.3)
+    busy = [await asyncio.create_subprocess_exec(sys.executable, "-c", "while True: pass") for _ in range(6)]
+    try:
+        assert await strict.verdict("\\frac{C}{2}+1", "1 + C/2") == "correct"
+        assert await strict.verdict("(x+y+z)^{60}", "(x+y+z)^{61}") == "timeout"
+    finally:
+        for process in busy:
+            process.kill()
+            await process.wait()
+        await strict.close()
 
 
 @pytest.mark.asyncio(loop_scope="module")
