@@ -47,9 +47,8 @@ def init_distributed() -> None:
         store = torch._C._distributed_c10d.HashStore()
         torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    if os.environ["WORLD_SIZE"] == "1" or shutil.which("c++") is None:
-        # DeepSpeed would compile its shared-memory all-reduce here (20-60 s): of no use to one rank.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # On the CPU DeepSpeed would compile its shared-memory all-reduce here: a minute, and a compiler to have. Gloo does.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
 
 

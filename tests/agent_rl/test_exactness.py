@@ -33,7 +33,7 @@ def load_worker() -> ModuleType:
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     out = tmp_path_factory.mktemp("exactness") / "results.pt"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={request.param}"]
-    done = subprocess.run([*launch, str(WORKER), str(out)], capture_output=True, text=True, timeout=150)
+    done = subprocess.run([*launch, str(WORKER), str(out)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     loaded: list[dict[str, Any]] = torch.load(out, weights_only=False)
     return loaded
