@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_train(commands)
     _add_report(commands)
-    for module in ("sandboxes.cli",):
+    for module in ("sandboxes.cli", "envs.cli"):
         _add_from(module, commands)
     arguments, rest = parser.parse_known_args(argv)
     if rest and arguments.command != "train":
