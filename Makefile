@@ -2,9 +2,10 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+PEER_TESTS := tests/envs/test_trl.py tests/envs/test_verifiers.py tests/envs/test_toolbox.py tests/envs/test_contract.py
 DONE   := $(VENV)/.installed
 
-.PHONY: install quickstart test lint image clean
+.PHONY: install quickstart test test-peers lint image clean
 
 install: $(DONE)
 
@@ -28,10 +29,17 @@ image: install
 test: install image
 	$(BIN)/pytest
 
+# Adapters against the real TRL, verifiers and reasoning-gym, in an environment of their own; wants a C compiler.
+test-peers:
+	test -x .venv-peers/bin/pytest || { $(PYTHON) -m venv .venv-peers && .venv-peers/bin/pip install --quiet --upgrade pip; }
+	.venv-peers/bin/pip install --quiet torch==2.13.0
+	.venv-peers/bin/pip install --quiet --editable '.[peers]' 'pytest>=8.3' 'pytest-asyncio>=1' 'pytest-timeout>=2.3'
+	.venv-peers/bin/pytest $(PEER_TESTS)
+
 lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) .venv-peers build *.egg-info

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+import bm25s
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from envs.grader import Grader
@@ -32,29 +32,24 @@ class Page:
 
 
 class Index:
-    """BM25 over pages that are all in memory (some ten thousand; more want a search engine)."""
+    """BM25 (``bm25s``, Lucene's form) over pages that are all in memory."""
 
     def __init__(self, pages: Sequence[Page]) -> None:
         self._pages = tuple(pages)
-        self._counts = [Counter(_words(f"{page.title} {page.text}")) for page in pages]
-        self._lengths = [sum(counts.values()) for counts in self._counts]
-        self._mean_length = sum(self._lengths) / max(1, len(self._lengths))
-        self._pages_with = Counter(word for counts in self._counts for word in counts)
+        words = [_words(f"{page.title} {page.text}") for page in pages]
+        self._known = {word for of_page in words for word in of_page}
+        self._bm25 = bm25s.BM25(k1=K1, b=B, method="lucene")
+        if self._known:
+            self._bm25.index(words, show_progress=False)
 
     def best(self, query: str, k: int) -> list[Page]:
         """The ``k`` best pages that share a word with the query, best first, ties in the order of the corpus."""
-        words = set(_words(query))
-        scored = [(self._score(words, number), -number) for number in range(len(self._pages))]
-        return [self._pages[-number] for score, number in sorted(scored, reverse=True)[:k] if score > 0]
-
-    def _score(self, words: set[str], number: int) -> float:
-        counts = self._counts[number]
-        weight = K1 * (1 - B + B * self._lengths[number] / max(1.0, self._mean_length))
-        total = 0.0
-        for word in sorted(words & counts.keys()):  # sorted: sums of floats depend on their order
-            rarity = math.log(1 + (len(self._pages) - self._pages_with[word] + 0.5) / (self._pages_with[word] + 0.5))
-            total += rarity * counts[word] * (K1 + 1) / (counts[word] + weight)
-        return total
+        words = sorted(set(_words(query)) & self._known)
+        if not words:
+            return []
+        scores = self._bm25.get_scores(words)
+        order = np.argsort(-scores, kind="stable")[:k]
+        return [self._pages[number] for number in order if scores[number] > 0]
 
 
 def _words(text: str) -> list[str]:

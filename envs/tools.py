@@ -1,17 +1,20 @@
 """``@tool``: one typed, documented function is a tool; its JSON schema is made, or it is refused, where it is defined.
 
-A tool's first parameter may be ``ctx: ToolContext``: it is injected and stays out of the schema.
+The function's own source runs inside the episode's sandbox, unless it is declared to run here: by ``host=True``, or by
+a first parameter ``ctx: ToolContext``, which is injected and stays out of the schema.
 """
 
 from __future__ import annotations
 
 import ast
 import asyncio
+import builtins
 import inspect
 import json
 import math
 import random
 import re
+import symtable
 import textwrap
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
@@ -130,6 +133,7 @@ class Tool:
     function: Callable[..., str | ToolOutput | Awaitable[str | ToolOutput]]
     wants_context: bool
     adapters: Mapping[str, TypeAdapter[Any]] = field(default_factory=dict)  # from JSON to the parameters' types
+    parameters: tuple[inspect.Parameter, ...] = ()  # of the Python function, for libraries that read signatures
     timeout_s: float | None = None  # of one call; None leaves it to the episode's wall time
     max_chars: int | None = None  # of one result; None leaves it to the episode's limit
     parallel: bool = False  # whether calls of one turn may overlap
@@ -196,26 +200,28 @@ def tool(
     parallel: bool = False,
     ends: bool = False,
     retries: int = 0,
-    sandboxed: bool = False,
+    host: bool = False,
 ) -> Callable[[Callable[..., Any]], Tool]: ...
-def tool(function: Callable[..., Any] | None = None, /, *, sandboxed: bool = False, **settings: Any) -> Any:
+def tool(function: Callable[..., Any] | None = None, /, *, host: bool = False, **settings: Any) -> Any:
     """A tool from a function with typed parameters, a docstring and an ``Args:`` line for each parameter.
 
     Args:
         function: the function; or leave it out and name settings: ``@tool(timeout_s=5)``.
-        sandboxed: the function's own source runs in a clean sandbox, not here; it must stand alone (imports inside,
-            no context, JSON in, printable out).
+        host: the function runs here, in our process and with our rights, as one with a ``ToolContext`` and one with
+            ``ends`` always does. Any other runs in a clean sandbox and must stand alone: imports inside, JSON in,
+            printable out; it may raise ``ToolError`` there too.
         settings: ``timeout_s``, ``max_chars``, ``parallel``, ``ends``, ``retries``, as in ``Tool``.
 
     Raises:
-        TypeError: a parameter has no type or no description, or the function has no docstring.
+        TypeError: a parameter has no type or no description, the function has no docstring, or it is to run in the
+            sandbox and cannot stand alone.
     """
     if function is None:
-        return lambda later: _make_tool(later, sandboxed, settings)
-    return _make_tool(function, sandboxed, settings)
+        return lambda later: _make_tool(later, host, settings)
+    return _make_tool(function, host, settings)
 
 
-def _make_tool(function: Callable[..., Any], sandboxed: bool, settings: Mapping[str, Any]) -> Tool:
+def _make_tool(function: Callable[..., Any], host: bool, settings: Mapping[str, Any]) -> Tool:
     name = function.__name__
     summary, described = _read_docstring(inspect.getdoc(function) or "")
     if not summary:
@@ -223,6 +229,7 @@ def _make_tool(function: Callable[..., Any], sandboxed: bool, settings: Mapping[
     hints = get_type_hints(function)
     parameters = list(inspect.signature(function).parameters.values())
     wants_context = bool(parameters) and hints.get(parameters[0].name) is ToolContext
+    sandboxed = not (host or wants_context or settings.get("ends"))
     properties: dict[str, Any] = {}
     definitions: dict[str, Any] = {}
     required: list[str] = []
@@ -237,6 +244,11 @@ def _make_tool(function: Callable[..., Any], sandboxed: bool, settings: Mapping[
         adapters[parameter.name] = TypeAdapter(hints[parameter.name])
         schema = adapters[parameter.name].json_schema()
         definitions |= schema.pop("$defs", {})  # references in a schema count from its root
+        if sandboxed and definitions:
+            raise TypeError(
+                f"tool {name}: the sandbox is given JSON, no {hints[parameter.name]}: write @tool(host=True), or take "
+                f"{parameter.name!r} as a dict"
+            )
         properties[parameter.name] = {**schema, "description": described[parameter.name]}
         if parameter.default is inspect.Parameter.empty:
             required.append(parameter.name)
@@ -248,32 +260,58 @@ def _make_tool(function: Callable[..., Any], sandboxed: bool, settings: Mapping[
     }
     if definitions:
         form["$defs"] = definitions
-    if sandboxed and wants_context:
-        raise TypeError(f"tool {name}: it runs inside the sandbox, where there is no context to give it")
     return Tool(
         name=name,
         schema={"type": "function", "function": {"name": name, "description": summary, "parameters": form}},
         function=_in_sandbox(function) if sandboxed else function,
         wants_context=wants_context or sandboxed,
-        adapters={} if sandboxed else adapters,
+        adapters=adapters,
+        parameters=tuple(p.replace(annotation=hints[p.name]) for p in parameters[wants_context:]),
         **settings,
     )
 
 
 def _in_sandbox(function: Callable[..., Any]) -> Callable[..., Awaitable[ToolOutput]]:
     """The function as a call that runs its source in a clean sandbox and prints what it returns."""
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    name = function.__name__
+    try:
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    except (OSError, SyntaxError, ValueError) as error:
+        raise TypeError(f"tool {name}: its source cannot be read ({error}); write @tool(host=True)") from None
     assert isinstance(definition, (ast.FunctionDef, ast.AsyncFunctionDef))
     definition.decorator_list = []
-    source = f"from __future__ import annotations\n{ast.unparse(definition)}\n"
+    definition.returns = None
+    for parameter in (*definition.args.args, *definition.args.kwonlyargs):
+        parameter.annotation = None  # its types need not be known in there
+    source = ast.unparse(definition)
+    if foreign := sorted(_foreign_names(source, {name, "ToolError"})):
+        raise TypeError(
+            f"tool {name}: it runs inside the sandbox and cannot see {', '.join(foreign)} there: import inside the "
+            "function, or write @tool(host=True)"
+        )
     start = "__import__('asyncio').run({})" if isinstance(definition, ast.AsyncFunctionDef) else "{}"
 
     async def run(ctx: ToolContext, **arguments: Any) -> ToolOutput:
-        call = start.format(f"{definition.name}(**__import__('json').loads({json.dumps(arguments)!r}))")
-        result = await ctx.run_python(f"{source}print({call})\n")
+        call = start.format(f"{name}(**__import__('json').loads({json.dumps(arguments)!r}))")
+        result = await ctx.run_python(f"class ToolError(Exception): pass\n{source}\nprint({call})\n")
+        if result.status == "error" and result.stderr.strip():
+            reason = result.stderr.strip().splitlines()[-1].removeprefix("ToolError: ")
+            return ToolOutput(text=f"Error: {reason}", succeeded=False)
         return ToolOutput(text=describe_execution(result), succeeded=result.status == "ok")
 
     return run
+
+
+def _foreign_names(source: str, known: set[str]) -> set[str]:
+    """Names that the source uses, and that are neither its own nor Python's."""
+
+    def used(table: symtable.SymbolTable) -> set[str]:
+        names = {s.get_name() for s in table.get_symbols() if s.is_referenced() and s.is_global()}
+        return names.union(*(used(child) for child in table.get_children()))
+
+    module = symtable.symtable(source, "tool", "exec")
+    defaults = {s.get_name() for s in module.get_symbols() if s.is_referenced()}
+    return (used(module) | defaults) - known - set(dir(builtins))
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:

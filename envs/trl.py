@@ -10,7 +10,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Any
 
 from envs.data import TaskSource
 from envs.env import ToolEnv
@@ -110,19 +110,17 @@ def _last_text(completion: Any) -> str:
 
 def _method(tool: Tool) -> Callable[..., str]:
     """The tool as a method with the signature and docstring that TRL reads its schema from."""
-    if not tool.adapters and tool.schema["function"]["parameters"]["properties"]:
+    if not tool.parameters and tool.schema["function"]["parameters"]["properties"]:
         raise ValueError(f"tool {tool.name} has no Python signature, which TRL reads")
 
     def method(self: _Environment, **arguments: Any) -> str:
         return self._call(tool.name, arguments)
 
-    parameters = list(inspect.signature(tool.function).parameters.values())[tool.wants_context :]
-    hints = get_type_hints(tool.function)
     described = tool.schema["function"]["parameters"]["properties"]
     lines = [f"    {name}: {form['description']}" for name, form in described.items()]
     method.__name__ = method.__qualname__ = tool.name
     method.__doc__ = "\n".join([tool.schema["function"]["description"], "", *(["Args:", *lines] if lines else [])])
-    method.__annotations__ = {p.name: hints[p.name] for p in parameters} | {"return": str}
+    method.__annotations__ = {p.name: p.annotation for p in tool.parameters} | {"return": str}
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    method.__signature__ = inspect.Signature([own, *parameters])  # type: ignore[attr-defined]
+    method.__signature__ = inspect.Signature([own, *tool.parameters])  # type: ignore[attr-defined]
     return method

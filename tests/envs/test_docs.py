@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import linecache
 import re
 import tokenize
 from io import StringIO
@@ -26,10 +27,12 @@ def programs(page: str) -> list[str]:
 
 
 def run(page: str) -> dict[str, Any]:
-    """All programs of a page, one after the other, in one file (tools read their source)."""
+    """All programs of a page, one after the other, in one namespace (tools read their source)."""
     names: dict[str, Any] = {"__name__": "page"}
-    for program in programs(page):
-        exec(compile(program, f"{page}.py", "exec"), names)
+    for number, program in enumerate(programs(page)):
+        file = f"<{page}, program {number}>"
+        linecache.cache[file] = (len(program), None, program.splitlines(keepends=True), file)
+        exec(compile(program, file, "exec"), names)
     return names
 
 

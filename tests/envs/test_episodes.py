@@ -19,7 +19,7 @@ from sandboxes import SandboxFailure
 BOX = "\\boxed{42}"
 
 
-@tool
+@tool(host=True)
 def explode(x: int) -> str:
     """Raise.
 
@@ -29,7 +29,7 @@ def explode(x: int) -> str:
     raise KeyError(x)
 
 
-@tool
+@tool(host=True)
 def refuse(x: int) -> str:
     """Say no.
 
@@ -288,7 +288,7 @@ async def test_calls_that_may_overlap_do_and_their_results_stay_in_order() -> No
     started = itertools.count()
     both = asyncio.Event()
 
-    @tool(parallel=True)
+    @tool(parallel=True, host=True)
     async def wait_for_the_other(name: str) -> str:
         """Wait until two of us run.
 
@@ -361,7 +361,7 @@ async def test_a_cancelled_step_leaves_no_sandbox_behind() -> None:
 async def test_tools_time_out_retry_and_run_blocking_code_beside_the_loop() -> None:
     tries = itertools.count()
 
-    @tool(timeout_s=0.1)
+    @tool(timeout_s=0.1, host=True)
     def block(x: int) -> str:
         """Block.
 
@@ -371,7 +371,7 @@ async def test_tools_time_out_retry_and_run_blocking_code_beside_the_loop() -> N
         time.sleep(0.5)
         return "late"
 
-    @tool(retries=2)
+    @tool(retries=2, host=True)
     async def flaky(x: int) -> str:
         """Fail twice.
 

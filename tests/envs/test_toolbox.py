@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import AsyncIterator
 from enum import Enum
 from pathlib import Path
@@ -20,7 +21,7 @@ from envs.reasoning import OWN_SCORER, REFUSED, ReasoningGymTasks, gold_answer
 from envs.rewards import Episode
 from envs.search import Index, Page, load_pages, plain_words
 from envs.toolbox import TOOLBOX
-from envs.tools import python
+from envs.tools import ToolError, python
 from sandboxes import SandboxSpec
 
 
@@ -97,7 +98,7 @@ async def test_files_stay_for_the_episode_and_not_for_the_next(local: Resources)
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_sandboxed_tool_runs_its_own_source_in_there(local: Resources) -> None:
-    @tool(sandboxed=True)
+    @tool
     def where(word: str, times: int = 2) -> str:
         """Say where this runs.
 
@@ -115,6 +116,52 @@ async def test_a_sandboxed_tool_runs_its_own_source_in_there(local: Resources) -
     import os
 
     assert int(text.split()[-1]) != os.getpid()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_a_sandboxed_tool_raises_is_one_line_for_the_model(local: Resources) -> None:
+    @tool
+    async def half(n: int) -> str:
+        """Half of an even number.
+
+        Args:
+            n: the number
+        """
+        if n % 2:
+            raise ToolError(f"{n} is odd")
+        return str(next(n // 2 for _ in range(100 // n)))
+
+    for n, told in (
+        (4, "2"),
+        (3, "Error: 3 is odd"),
+        (0, "Error: ZeroDivisionError: integer division or modulo by zero"),
+    ):
+        results = await play(make_env(local, [half]), call("half", n=n))
+        assert str(results[0].messages[0]["content"]) == told
+
+
+def test_a_function_that_cannot_stand_alone_is_refused_until_it_is_declared_to_run_here() -> None:
+    outside = 3
+
+    def count(n: int = 1) -> str:
+        """Count.
+
+        Args:
+            n: how far
+        """
+        return str(re.sub("a", "b", "a") * outside * n)
+
+    with pytest.raises(TypeError, match="cannot see outside, re there: import inside the function"):
+        tool(count)
+    assert tool(host=True)(count).function is count
+    with pytest.raises(TypeError, match="its source cannot be read"):
+        tool(_without_source())
+
+
+def _without_source() -> Any:
+    names: dict[str, Any] = {}
+    exec('def f() -> str:\n    "Say."\n    return ""', names)
+    return names["f"]
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -152,7 +199,7 @@ class Point(BaseModel):
 
 
 def test_a_schema_comes_from_types_and_docstring() -> None:
-    @tool
+    @tool(host=True)
     def draw(point: Point, colour: Colour, style: Literal["thin", "thick"] = "thin", note: str | None = None) -> str:
         """Draw a point
         in colour.
@@ -185,7 +232,7 @@ def test_a_schema_comes_from_types_and_docstring() -> None:
 
 
 async def test_arguments_arrive_as_their_types() -> None:
-    @tool
+    @tool(host=True)
     def double(point: Point, n: int) -> str:
         """Double.
 
@@ -230,14 +277,6 @@ def test_what_cannot_be_a_tool_is_refused_where_it_is_defined() -> None:
     ):
         with pytest.raises(TypeError, match=complaint):
             tool(function)
-
-    def with_context(ctx: ToolContext) -> str:
-        """Do."""
-        return ""
-
-    with pytest.raises(TypeError, match="no context"):
-        tool(sandboxed=True)(with_context)
-    assert "ctx" not in tool(with_context).schema["function"]["parameters"]["properties"]
 
 
 async def test_a_sandbox_tool_without_a_pool_is_a_bug_and_says_so() -> None:
