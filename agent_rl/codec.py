@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from agent_rl.config import ConfigError
+from agent_rl.errors import ConfigError
 from envs.types import Message, Opening
 
 ANSWER = "\ue0ffanswer\ue0ff"

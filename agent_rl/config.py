@@ -14,14 +14,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from agent_rl.errors import ConfigError as ConfigError
 from agent_rl.pack import Layout
 from agent_rl.plan import Selection
 from sandboxes.base import SandboxSpec
 from stare import ControllerConfig, LossMode, Variant
-
-
-class ConfigError(ValueError):
-    """Something the user gave is wrong; the message is one line that names it and how to mend it."""
 
 
 class Section(BaseModel):
@@ -67,6 +64,11 @@ class RolloutConfig(Section):
     max_refills: int = Field(2, ge=0, description="fresh tries for a rollout that our side lost")
     max_rounds: int = Field(1, ge=1, description="rounds of new prompts until `prompts` groups differ inside (DAPO)")
     max_failures: int = Field(16, ge=1, description="failures in a row on our side that stop the run")
+
+    @property
+    def top_p(self) -> float:
+        """Of the whole distribution: what the learner scores. Evaluation has its own."""
+        return 1.0
 
 
 class StareConfig(Section):

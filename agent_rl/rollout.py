@@ -7,14 +7,16 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from agent_rl.codec import ChatCodec
-from agent_rl.config import RolloutConfig
 from agent_rl.engines.base import Engine, EngineFailure
 from agent_rl.seeds import derive_seed
 from agent_rl.types import Generation, Sampling, Trajectory, Turn
 from envs.types import Failure, Message, ModelTurn, Opening, Stop, Task, TurnResult
+
+if TYPE_CHECKING:
+    from agent_rl.codec import ChatCodec
+    from agent_rl.config import RolloutConfig
 
 
 class Environment(Protocol):
@@ -31,6 +33,19 @@ class Sampler(Protocol):
     """What an episode needs of an engine."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Generation: ...
+
+
+class EpisodeLimits(Protocol):
+    """How tokens of an episode are drawn, and how many; ``RolloutConfig`` is one."""
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def max_tokens(self) -> int: ...
+    @property
+    def max_episode_tokens(self) -> int: ...
 
 
 class TooManyFailures(Exception):
@@ -52,7 +67,7 @@ class Place:
 
 
 async def run_episode(
-    env: Environment, task: Task, place: Place, *, engine: Sampler, codec: ChatCodec, config: RolloutConfig, seed: int
+    env: Environment, task: Task, place: Place, *, engine: Sampler, codec: ChatCodec, config: EpisodeLimits, seed: int
 ) -> Trajectory:
     """One episode to its end. Our failures come back as a void trajectory; bugs raise.
 
@@ -88,6 +103,7 @@ async def run_episode(
             sampling = Sampling(
                 max_tokens=min(config.max_tokens, room),
                 temperature=config.temperature,
+                top_p=config.top_p,
                 seed=derive_seed(base, "turn", len(turns)),
                 stop_token_ids=codec.stop_token_ids,
             )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from agent_rl.config import EngineConfig
 from agent_rl.engines.base import Engine, EngineFailure, PublishError
+
+if TYPE_CHECKING:
+    from agent_rl.config import EngineConfig
 
 __all__ = ["Engine", "EngineFailure", "PublishError", "make_engine"]
 

@@ -1,0 +1,5 @@
+"""The error for what a user can mend; it stands alone so that importing it is cheap."""
+
+
+class ConfigError(ValueError):
+    """Something the user gave is wrong; the message is one line that names it and how to mend it."""
