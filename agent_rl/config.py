@@ -37,7 +37,7 @@ class TaskConfig(Section):
 
     env: str = Field(description="environment id, e.g. agentic/MathPython-v1")
     options: dict[str, Any] = Field(default_factory=dict, description="of the environment, e.g. path of a JSONL file")
-    dialect: str = Field("hermes", description="how tool calls are written")
+    dialect: str = Field("auto", description="how tool calls are written; auto: by the model's chat template")
     shots: int = Field(0, ge=0, description="solved problems shown before each question")
 
 

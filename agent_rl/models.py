@@ -34,6 +34,18 @@ def check_model_folder(path: str) -> Path:
     return folder
 
 
+def chat_template(folder: Path) -> str:
+    """The source of a folder's chat template (of its ``tool_use`` or first one where it has several)."""
+    own = folder.expanduser() / "chat_template.jinja"
+    if own.is_file():
+        return own.read_text(encoding="utf-8")
+    found = json.loads((folder.expanduser() / "tokenizer_config.json").read_text()).get("chat_template", "")
+    if isinstance(found, list):
+        named = {entry["name"]: entry["template"] for entry in found}
+        found = named.get("tool_use") or next(iter(named.values()), "")
+    return str(found)
+
+
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer of a folder; one that is saved as plain ``tokenizer.json`` is taken as it stands.
 

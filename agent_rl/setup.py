@@ -16,10 +16,10 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from agent_rl.config import ConfigError, RunConfig, differing_keys, validate
-from agent_rl.models import check_model_folder
+from agent_rl.models import chat_template, check_model_folder
 from agent_rl.seeds import shuffled_index
 from envs import EnvSpec, Limits, Resources, Task, TaskSource, ToolEnv, get
-from envs.parsers import Dialect, get_dialect
+from envs.parsers import Dialect, get_dialect, guess_dialect
 from sandboxes import SandboxSpec, resolve
 
 RESUMABLE = {"name", "output", "steps", "checkpoint.every", "checkpoint.keep", "records.trajectories", "sandbox.kind"}
@@ -48,7 +48,7 @@ class Setup:
         return self.spec.make(
             self.tasks,
             resources=resources,
-            dialect=self.config.task.dialect,
+            dialect=self.dialect.name,
             shots=self.config.task.shots,
             weights=self.config.reward,
             limits=Limits(max_turns=rollout.max_turns, max_tool_calls=rollout.max_tool_calls, wall_s=rollout.wall_s),
@@ -67,10 +67,12 @@ async def preflight(config: RunConfig, console: Console) -> Setup:
         SandboxUnavailable: Docker was demanded and is not there.
     """
     try:
+        if config.model.path not in ("tiny", "smollm2"):
+            check_model_folder(config.model.path)
         spec = get(config.task.env)
         tasks = spec.tasks(config.task.options)
-        dialect = get_dialect(config.task.dialect)
-        spec.make(tasks, dialect=config.task.dialect, shots=config.task.shots, weights=config.reward)
+        dialect = chosen_dialect(config)
+        spec.make(tasks, dialect=dialect.name, shots=config.task.shots, weights=config.reward)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         key = ".".join(("task.options", *map(str, fault["loc"])))
@@ -83,11 +85,17 @@ async def preflight(config: RunConfig, console: Console) -> Setup:
         )
     if config.cold_start.steps and spec.expert is None:
         raise ConfigError(f"cold_start.steps = {config.cold_start.steps}: {spec.id} has no expert to write traces")
-    if config.model.path not in ("tiny", "smollm2"):
-        check_model_folder(config.model.path)
     check_continues(config)
     sandbox = await resolve(config.sandbox, lambda line: console.print(f"[bold yellow]{line}", soft_wrap=True))
     return Setup(config=config, spec=spec, tasks=tasks, dialect=dialect, sandbox=sandbox)
+
+
+def chosen_dialect(config: RunConfig) -> Dialect:
+    """The named one, else the one that the model's chat template writes; Hermes where it knows no calls."""
+    if config.task.dialect != "auto":
+        return get_dialect(config.task.dialect)
+    template = "" if config.model.path in ("tiny", "smollm2") else chat_template(Path(config.model.path))
+    return guess_dialect(template) or get_dialect("hermes")
 
 
 def check_continues(config: RunConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -37,6 +38,9 @@ class FileOptions(BaseModel):
     split: str = Field("train", description="of a Hugging Face data set")
     prompt: str | None = Field(None, description="a text with {problem} in it; the environment's own when None")
     max_chars: int | None = Field(None, ge=1, description="longer problems are left out")
+    where: Mapping[str, str] = Field(default_factory=dict, description="only rows with these values in meta or source")
+    shuffle: int | None = Field(None, description="seed of another order; the file's own when None")
+    limit: int | None = Field(None, ge=1, description="only so many, after the shuffle")
 
 
 def problems_from_file(prompt: str = "{problem}") -> Callable[[Mapping[str, Any]], TaskSource]:
@@ -61,9 +65,19 @@ def problems_from_file(prompt: str = "{problem}") -> Callable[[Mapping[str, Any]
 
 def _from(path: str, options: FileOptions, form: str) -> TaskList:
     longest = options.max_chars or sys.maxsize
-    kept = [task for task in load_tasks(path, options.columns, options.split) if len(task.prompt) <= longest]
+    read = load_tasks(path, options.columns, options.split)
+    for name in options.where:
+        if not any(name in task.meta for task in read):
+            raise ValueError(f"{path}: no row has a field {name!r} to choose by; `where` looks at source and meta")
+    chosen = [t for t in read if all(str(t.meta.get(name)) == value for name, value in options.where.items())]
+    if not chosen:
+        raise ValueError(f"{path}: no row has {dict(options.where)}")
+    kept = [task for task in chosen if len(task.prompt) <= longest]
     if not kept:
         raise ValueError(f"{path}: no problem has at most max_chars = {longest} characters")
+    if options.shuffle is not None:
+        random.Random(options.shuffle).shuffle(kept)
+    kept = kept[: options.limit]
     return TaskList([replace(task, prompt=form.format(problem=task.prompt)) for task in kept])
 
 
@@ -85,6 +99,7 @@ SPECS = (
         summary="word problems from a JSONL file, solved with the python tool, answered in a box",
         tasks=problems_from_file(),
         tools=(python,),
+        weights={"correct": 1.0, "void_turn": 0.0},
         instruction="Solve the problem with Python. When you know the result, put the final answer within \\boxed{}.",
         demonstrations=(
             Demonstration(

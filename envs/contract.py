@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import cloudpickle
 from gymnasium.utils.env_checker import check_env
 
 from envs.env import ToolEnv
@@ -31,6 +35,8 @@ def check_tool_env(make: Make, solve: Solve | None = None) -> None:
     check_gymnasium(make)
     check_malformed_calls(make)
     check_determinism(make)
+    check_hash_seeds(make)
+    check_roles(make)
     check_lifecycle(make)
     if solve is not None:
         check_gold(make, solve)
@@ -97,6 +103,45 @@ def check_determinism(make: Make) -> None:
     finally:
         for env in (first, second, other):
             env.close()
+
+
+def check_hash_seeds(make: Make) -> None:
+    """Fresh interpreters with other hash seeds see the same question and answer the same (sets have another order)."""
+    program = (
+        "import cloudpickle, sys\n"
+        "env = cloudpickle.load(sys.stdin.buffer)()\n"
+        "seen = [env.reset(seed=5), env.step('hm')]\n"
+        "env.close()\n"
+        "print(repr(seen))\n"
+    )
+    pickled = cloudpickle.dumps(make)
+    seen = []
+    for seed in ("1", "2"):
+        # What the caller can import, the other interpreter can.
+        settings = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        done = subprocess.run([sys.executable, "-c", program], input=pickled, capture_output=True, env=settings)
+        assert done.returncode == 0, f"a fresh interpreter could not run it: {done.stderr.decode()[-2000:]}"
+        seen.append(done.stdout)
+    assert seen[0] == seen[1], f"PYTHONHASHSEED changes what is seen: {seen[0][:500]!r} and {seen[1][:500]!r}"
+
+
+def check_roles(make: Make) -> None:
+    """What the environment says is never in the policy's name: trainers mask by who wrote a message."""
+
+    async def episode(env: ToolEnv) -> None:
+        opening = await env.areset(0, env.tasks.task(0))
+        assert opening.messages[-1]["role"] != "assistant", "the opening ends with a turn of the policy"
+        for name in (*env.tools, "nope"):
+            await env.areset(0, env.tasks.task(0))
+            result = await env.astep(ModelTurn(text=env.dialect.written(name, {}), finish="stop"))
+            roles = {message["role"] for message in result.messages}
+            assert roles <= {"tool", "user", "system"}, f"a result of {name} is written as {roles}"
+
+    env = make()
+    try:
+        env.run(episode(env))
+    finally:
+        env.close()
 
 
 def check_lifecycle(make: Make) -> None:
@@ -167,7 +212,9 @@ __all__ = [
     "check_forged_answers",
     "check_gold",
     "check_gymnasium",
+    "check_hash_seeds",
     "check_lifecycle",
     "check_malformed_calls",
+    "check_roles",
     "check_tool_env",
 ]

@@ -60,7 +60,16 @@ async def tool_use(episode: Episode, grader: Grader) -> float:
     return float(any(episode.succeeded))
 
 
-TERMS: dict[str, Term] = {"correct": correct, "format": format_, "tool": tool_use}
+async def void_turn(episode: Episode, grader: Grader) -> float:
+    """1 when the policy wrote a turn with neither a call nor an answer.
+
+    Such turns are what multi-turn training degenerates by (SimpleTIR, arXiv 2509.02479, section 4): report it with
+    weight 0, or give it a negative weight.
+    """
+    return float(episode.stop == "no_call")
+
+
+TERMS: dict[str, Term] = {"correct": correct, "format": format_, "tool": tool_use, "void_turn": void_turn}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

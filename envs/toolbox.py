@@ -8,6 +8,24 @@ from __future__ import annotations
 from envs.search import search
 from envs.tools import Tool, ToolContext, ToolOutput, describe_execution, python, tool
 
+SESSION = "python"
+"""Name of the interpreter that ``python_session`` keeps in the episode's sandbox."""
+
+
+@tool
+async def python_session(ctx: ToolContext, code: str) -> ToolOutput:
+    """Run Python and see what it prints; variables stay for the next call.
+
+    Args:
+        code: the lines to run
+    """
+    result = await ctx.run_python(code, keep=True, session=SESSION)
+    text = describe_execution(result)
+    if result.session_began and ctx.state.get("session_ran"):
+        text = f"[the interpreter was restarted: earlier variables are gone]\n{text}"
+    ctx.state["session_ran"] = True
+    return ToolOutput(text=text, succeeded=result.status == "ok")
+
 
 @tool
 async def bash(ctx: ToolContext, command: str) -> ToolOutput:
@@ -82,5 +100,5 @@ async def _run(ctx: ToolContext, program: str) -> ToolOutput:
 
 
 TOOLBOX: dict[str, Tool] = {
-    tool.name: tool for tool in (python, bash, read_file, write_file, edit_file, search, submit)
+    tool.name: tool for tool in (python, python_session, bash, read_file, write_file, edit_file, search, submit)
 }

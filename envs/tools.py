@@ -66,7 +66,7 @@ class HeldSandbox:
         """Whether the episode has used it, and it has not broken."""
         return self._box is not None
 
-    async def run(self, code: str, *, timeout_s: float | None = None) -> ExecutionResult:
+    async def run(self, code: str, *, timeout_s: float | None = None, session: str | None = None) -> ExecutionResult:
         """The program's result. Raises ``SandboxFailure`` for our failures; the sandbox is then gone."""
         async with self._turn:
             if self._box is None:
@@ -77,7 +77,7 @@ class HeldSandbox:
                 self._lease = lease
                 if self._files:
                     await self._guarded(self._box.exec("", files=self._files))
-            return await self._guarded(self._box.exec(code, timeout_s=timeout_s))
+            return await self._guarded(self._box.exec(code, timeout_s=timeout_s, session=session))
 
     async def _guarded(self, execution: Awaitable[ExecutionResult]) -> ExecutionResult:
         try:
@@ -109,15 +109,19 @@ class ToolContext:
     deadline: float = math.inf  # ``time.monotonic()`` at which the episode's wall time is over
     held: HeldSandbox | None = None  # the episode's own sandbox
 
-    async def run_python(self, code: str, *, timeout_s: float | None = None, keep: bool = False) -> ExecutionResult:
+    async def run_python(
+        self, code: str, *, timeout_s: float | None = None, keep: bool = False, session: str | None = None
+    ) -> ExecutionResult:
         """The program's result from a clean sandbox; with ``keep`` from the episode's own, where files stay.
+
+        With ``keep``, ``session`` names a process of that sandbox in which variables stay, too.
 
         Raises ``SandboxFailure`` for our failures.
         """
         if keep:
             if self.held is None:
                 raise ToolBug("the tool wants the episode's sandbox, but is called outside an episode")
-            return await self.held.run(code, timeout_s=timeout_s)
+            return await self.held.run(code, timeout_s=timeout_s, session=session)
         if self.pool is None:
             raise ToolBug("the tool wants a sandbox, but the environment was made without a pool")
         async with self.pool.lease() as box:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,15 @@ import pytest
 from envs_scripted import call
 
 import envs
-from envs import Limits, Task, TaskList, ToolEnv, tool
-from envs.contract import check_determinism, check_gold, check_lifecycle, check_tool_env
+from envs import Limits, ModelTurn, Task, TaskList, ToolEnv, TurnResult, tool
+from envs.contract import (
+    check_determinism,
+    check_gold,
+    check_hash_seeds,
+    check_lifecycle,
+    check_roles,
+    check_tool_env,
+)
 from envs.maze import way_out
 from envs.registration import make_env
 from envs.rewards import Rubric
@@ -93,6 +101,26 @@ def test_the_contract_catches_global_randomness() -> None:
 
     with pytest.raises(AssertionError, match="global random state"):
         check_determinism(lambda: Rolls(tasks=TASKS, tools=(), rubric=Rubric(weights={"correct": 1.0})))
+
+
+def test_the_contract_catches_an_order_that_hashes_decide() -> None:
+    def make() -> ToolEnv:
+        first = next(iter({f"word{number}" for number in range(50)}))
+        tasks = TaskList([Task(id="a", prompt=first, answer="1")])
+        return ToolEnv(tasks=tasks, tools=(), rubric=Rubric(weights={"correct": 1.0}))
+
+    with pytest.raises(AssertionError, match="PYTHONHASHSEED changes what is seen"):
+        check_hash_seeds(make)
+
+
+def test_the_contract_catches_results_in_the_name_of_the_policy() -> None:
+    class Speaks(ToolEnv):
+        async def astep(self, turn: ModelTurn) -> TurnResult:
+            result = await super().astep(turn)
+            return replace(result, messages=({"role": "assistant", "content": "well done"},))
+
+    with pytest.raises(AssertionError, match="is written as .'assistant'"):
+        check_roles(lambda: Speaks(tasks=TASKS, tools=(), rubric=Rubric(weights={"correct": 1.0})))
 
 
 def test_the_contract_catches_a_leaked_process() -> None:

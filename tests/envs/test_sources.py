@@ -117,6 +117,15 @@ def test_file_environments_take_columns_mixtures_prompts_and_lengths(tmp_path: P
     assert len(tasks) == 1
     assert tasks.task(0).prompt == "Q: short \\boxed{}"
     assert len(spec.tasks({"mix": {str(file): 1, GSM8K: 1}})) == 200
+    levels = tmp_path / "levels.csv"
+    levels.write_text("problem,answer,source\n" + "".join(f"p{i},1,{'ab'[i % 2]}\n" for i in range(10)))
+    of_b = {"path": str(levels), "where": {"source": "b"}, "prompt": "{problem}"}
+    assert [spec.tasks(of_b).task(i).prompt for i in range(5)] == ["p1", "p3", "p5", "p7", "p9"]
+    mixed = [spec.tasks({**of_b, "shuffle": 1}).task(i).prompt for i in range(5)]
+    assert mixed != sorted(mixed)
+    assert sorted(mixed) == ["p1", "p3", "p5", "p7", "p9"]
+    first = spec.tasks({**of_b, "shuffle": 1, "limit": 2})
+    assert [first.task(i).prompt for i in range(len(first))] == mixed[:2]
     for options, complaint in (
         ({}, "give `path`"),
         ({"path": str(file), "mix": {GSM8K: 1}}, "give `path`"),
@@ -124,6 +133,7 @@ def test_file_environments_take_columns_mixtures_prompts_and_lengths(tmp_path: P
         ({"path": str(file), "prompt": "{problem} {other}"}, "a text with {problem}"),
         ({"path": str(file), "max_chars": 1}, "no problem has at most"),
         ({"path": str(file), "pth": 1}, "Extra inputs"),
+        ({"path": str(file), "where": {"level": "5"}}, "no row has a field 'level'"),
     ):
         with pytest.raises(ValueError, match=complaint.replace("{", r"\{").replace("}", r"\}")):
             spec.tasks(options)

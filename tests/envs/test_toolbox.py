@@ -119,6 +119,19 @@ async def test_a_sandboxed_tool_runs_its_own_source_in_there(local: Resources) -
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_a_session_keeps_its_variables_and_says_when_it_lost_them(local: Resources) -> None:
+    def run(code: str) -> str:
+        return call("python_session", code=code)
+
+    texts = await shown(local, run("x = 20"), run("print(x + 1)"), run("1 / 0"), run("print(x)"))
+    assert (texts[0], texts[1], texts[3]) == ("[no output]", "21", "20")
+    assert "ZeroDivisionError" in texts[2]
+    texts = await shown(local, run("x = 1"), run("while True: pass"), run("print('x' in globals())"))
+    assert "[stopped: still running" in texts[1]
+    assert texts[2] == "[the interpreter was restarted: earlier variables are gone]\nFalse"
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_what_a_sandboxed_tool_raises_is_one_line_for_the_model(local: Resources) -> None:
     @tool
     async def half(n: int) -> str:
