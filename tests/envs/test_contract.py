@@ -119,7 +119,7 @@ def test_the_contract_catches_results_in_the_name_of_the_policy() -> None:
             result = await super().astep(turn)
             return replace(result, messages=({"role": "assistant", "content": "well done"},))
 
-    with pytest.raises(AssertionError, match="is written as .'assistant'"):
+    with pytest.raises(AssertionError, match="is written as"):
         check_roles(lambda: Speaks(tasks=TASKS, tools=(), rubric=Rubric(weights={"correct": 1.0})))
 
 
