@@ -208,7 +208,7 @@ def _to(batch: MicroBatch, device: torch.device) -> MicroBatch:
         batch,
         input_ids=batch.input_ids.to(device),
         position_ids=batch.position_ids.to(device),
-        segments=None if batch.segments is None else batch.segments.to(device),
+        last=None if batch.last is None else batch.last.to(device),
         predict=batch.predict.to(device),
         target=batch.target.to(device),
     )

@@ -33,7 +33,7 @@ class Policy(nn.Module):
         hidden = self.model.get_decoder()(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
-            attention_mask=None if batch.segments is None else attention_mask(batch.segments),
+            attention_mask=None if batch.last is None else attention_mask(batch.last),
             use_cache=False,
         ).last_hidden_state
         hidden = hidden.flatten(0, 1).index_select(0, batch.predict)

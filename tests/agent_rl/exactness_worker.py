@@ -50,12 +50,19 @@ def make_trajectories() -> list[Trajectory]:
     rewards: list[list[float | None]] = [[1.0, 0.0, 0.0, 1.0], [0.0, None, 0.5, 1.0], [1.0, 1.0, 1.0, 1.0]]
     trajectories = []
     for group, members in enumerate(rewards):
+        prompt = torch.randint(
+            0, VOCABULARY, (int(torch.randint(8, 15, (1,), generator=generator)),), generator=generator
+        ).tolist()
         for member, reward in enumerate(members):
-            mask: list[bool] = [False] * int(torch.randint(2, 9, (1,), generator=generator))
+            mask: list[bool] = [False] * len(prompt)
             for _ in range(int(torch.randint(1, 4, (1,), generator=generator))):
                 mask += [True] * int(torch.randint(1, 14, (1,), generator=generator))
                 mask += [False] * int(torch.randint(1, 10, (1,), generator=generator))
             ids = torch.randint(0, VOCABULARY, (len(mask),), generator=generator).tolist()
+            ids[: len(prompt)] = prompt
+            if member == 3:  # a branch of the member before: the same turns up to somewhere in its middle
+                trunk = len(trajectories[-1].token_ids) * 2 // 3
+                ids[:trunk], mask[:trunk] = trajectories[-1].token_ids[:trunk], trajectories[-1].loss_mask[:trunk]
             failure = Failure(kind="sandbox", where="turn 1", detail="gone") if reward is None else None
             trajectories.append(
                 Trajectory(
@@ -115,13 +122,14 @@ def one_case(batch: UpdateBatch, layout: str, size: int | None, stage: int, sele
         "clip_fraction": report.clip_fraction,
         "grad_norm": report.grad_norm,
         "gradient": gradient,
+        "num_slots": sum(m.num_slots for of_rank in micro_batches for m in of_rank if not m.is_pad),
         "num_micro_batches": sum(not m.is_pad for of_rank in micro_batches for m in of_rank),
     }
 
 
 def main(out: str) -> None:
     batch = update_batch(make_trajectories())
-    cases = [(*case, "batch") for case in product(("padded", "packed"), (1, 3, None), (0, 2))]
+    cases = [(*case, "batch") for case in product(("padded", "packed", "shared"), (1, 3, None), (0, 2))]
     cases += [("packed", None, 3, "batch"), ("padded", 1, 0, "per_micro_batch"), ("packed", 3, 2, "per_micro_batch")]
     results = [one_case(batch, *case) for case in cases]
     if torch.distributed.get_rank() == 0:
