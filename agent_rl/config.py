@@ -6,6 +6,7 @@ Every default stands once, here, in the class that owns it.
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -102,6 +103,14 @@ class StareConfig(Section):
         )
 
 
+class LoraSettings(Section):
+    """Adapters instead of all weights."""
+
+    rank: int = Field(0, ge=0, description="0: all weights are trained")
+    alpha: float = Field(16.0, gt=0, description="the adapter counts alpha / rank")
+    targets: tuple[str, ...] = Field((), description="names of linear layers; all but the head when empty")
+
+
 class LearnerConfig(Section):
     """How weights change."""
 
@@ -109,16 +118,45 @@ class LearnerConfig(Section):
     optimizer: Literal["adamw", "sgd"] = "adamw"
     lr: float = Field(1e-6, gt=0)
     warmup_steps: int = Field(0, ge=0, description="linear from lr / warmup_steps")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="of lr after the warm-up")
+    decay_steps: int = Field(0, ge=0, description="step at which a falling schedule arrives at lr_min")
+    lr_min: float = Field(0.0, ge=0)
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = Field(0.0, ge=0)
     grad_clip: float = Field(1.0, gt=0, description="largest norm of the whole gradient")
     clip_low: float = Field(0.2, gt=0, lt=1)
     clip_high: float = Field(0.28, gt=0)
     dual_clip: float = Field(10.0, gt=1)
-    layout: Layout = "padded"
+    layout: Layout = Field(
+        "padded", description="padded: many short episodes; packed: uneven ones; shared: long prompts, branches"
+    )
     micro_tokens: int = Field(8192, ge=2, description="slots of one micro-batch")
     max_micro_sequences: int | None = Field(None, ge=1, description="trajectories of one micro-batch")
     chunk_tokens: int = Field(1024, ge=1, description="tokens projected to the vocabulary at once")
+    activation_checkpointing: bool = Field(False, description="layers are computed again in backward: less memory")
+    offload: Literal["none", "cpu"] = Field("none", description="where ZeRO keeps the optimizer's state")
+    lora: LoraSettings = LoraSettings()
+
+    @model_validator(mode="after")
+    def _schedule_ends(self) -> LearnerConfig:
+        if self.schedule != "constant" and self.decay_steps <= self.warmup_steps:
+            raise ValueError(
+                f"schedule {self.schedule!r} needs decay_steps ({self.decay_steps}) "
+                f"above warmup_steps ({self.warmup_steps})"
+            )
+        if self.offload != "none" and self.zero_stage == 0:
+            raise ValueError("offload needs zero_stage 1, 2 or 3")
+        return self
+
+    def lr_at(self, step: int) -> float:
+        """Of the optimizer step of this number, counted from 0."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return self.lr
+        share = min(1.0, (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps))
+        left = 1 - share if self.schedule == "linear" else (1 + math.cos(math.pi * share)) / 2
+        return self.lr_min + (self.lr - self.lr_min) * left
 
 
 class ColdStartConfig(Section):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from agent_rl.config import LearnerConfig
+from agent_rl.lora import add_adapter, merged_tensors
 from agent_rl.pack import MicroBatch, SampledSequence, pack
 from agent_rl.policy import Policy, check_head
 from stare import TokenStatistics, surrogate_sum
@@ -69,10 +70,14 @@ class Learner:
         self.model = model
         model.train()  # dropout is zero in current models; training mode is what gradient checkpointing looks at
         model.config.use_cache = False
+        if config.lora.rank:
+            add_adapter(model, config.lora)
+        if config.activation_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         self.policy = Policy(model, temperature=temperature, chunk_tokens=config.chunk_tokens)
         check_head(self.policy)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
-            model=self.policy, model_parameters=list(model.parameters()), config=_deepspeed_config(config, model.dtype)
+            model=self.policy, model_parameters=self._trained(), config=_deepspeed_config(config, model.dtype)
         )
         if config.zero_stage == 0 and model.dtype == torch.float32:
             # Without ZeRO DeepSpeed clips float32 gradients but throws their norm away.
@@ -120,7 +125,7 @@ class Learner:
             logp_old_T: float32 [T]; None takes each token's own logprob (ratio 1, gradient ``c * grad logp``: with
                 ``c = 1 / N`` that is maximum likelihood, which is how the cold start uses it).
         """
-        lr = self.config.lr * min(1.0, (self.steps_taken + 1) / max(1, self.config.warmup_steps))
+        lr = self.config.lr_at(self.steps_taken)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         totals = torch.zeros(2, dtype=torch.float64)  # loss, clipped tokens
@@ -157,15 +162,27 @@ class Learner:
         )
 
     def _clip(self) -> None:
-        parameters = self.model.parameters()
-        self.engine._global_grad_norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.grad_clip).item()
+        norm = torch.nn.utils.clip_grad_norm_(self._trained(), self.config.grad_clip)
+        self.engine._global_grad_norm = norm.item()
+
+    def _trained(self) -> list[Tensor]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Current parameters by the model's own names, tied ones once, whole (gathered one by one under ZeRO 3)."""
+        """Current weights by the model's own names, tied ones once, whole (gathered one by one under ZeRO 3).
+
+        Adapters are merged in.
+        """
         import deepspeed
 
+        def gather(parameters: list[Tensor]) -> Any:
+            return deepspeed.zero.GatheredParameters(parameters, enabled=self.config.zero_stage == 3)
+
+        if self.config.lora.rank:
+            yield from merged_tensors(self.model, gather)
+            return
         for name, parameter in self.model.named_parameters():
-            with deepspeed.zero.GatheredParameters([parameter], enabled=self.config.zero_stage == 3):
+            with gather([parameter]):
                 yield name, parameter.detach()
 
     def save(self, folder: Path) -> None:
@@ -225,8 +242,10 @@ def _deepspeed_config(config: LearnerConfig, dtype: torch.dtype) -> dict[str, An
         # backward() only accumulates and step() is the only boundary, so micro-batches can be of any number and size.
         "managed_gradient_accumulation": False,
         "optimizer": {"type": "AdamW" if config.optimizer == "adamw" else "SGD", "params": parameters},
-        "zero_optimization": {"stage": config.zero_stage},
+        "zero_optimization": {"stage": config.zero_stage}
+        | ({"offload_optimizer": {"device": "cpu"}} if config.offload == "cpu" else {}),
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # it would have to be compiled
         "gradient_clipping": config.grad_clip,
         "bf16": {"enabled": dtype == torch.bfloat16},
         "steps_per_print": 1 << 60,

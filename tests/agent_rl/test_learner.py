@@ -1,0 +1,100 @@
+"""The learner's options: adapters, schedules, offload and checkpointing change what is trained, or nothing at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from agent_rl.config import ConfigError, LearnerConfig, LoraSettings, load_config
+from agent_rl.learner import Learner
+from agent_rl.models import load_model, load_tokenizer
+from agent_rl.pack import SampledSequence
+
+SEQUENCES = [
+    SampledSequence(token_ids=tuple(range(3, 3 + length)), positions=tuple(range(5, length))) for length in (30, 41, 17)
+]
+NUM_TOKENS = sum(len(s.positions) for s in SEQUENCES)
+
+
+def stepped(folder: Path, steps: int = 2, **settings: Any) -> tuple[Learner, dict[str, torch.Tensor]]:
+    learner = Learner(load_model(folder, "float32"), LearnerConfig(lr=1e-2, **settings), temperature=1.0)
+    for _ in range(steps):
+        learner.step(learner.pack(SEQUENCES), torch.full((NUM_TOKENS,), 1 / NUM_TOKENS), None)
+    return learner, {name: tensor.clone() for name, tensor in learner.named_tensors()}
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_published_weights_of_an_adapter_compute_what_the_adapter_computes(
+    tiny_folder: Path, tmp_path: Path, stage: int
+) -> None:
+    before = {name: tensor.clone() for name, tensor in load_model(tiny_folder, "float32").named_parameters()}
+    learner, merged = stepped(tiny_folder, zero_stage=stage, lora=LoraSettings(rank=4))
+    try:
+        assert merged.keys() == before.keys()
+        changed = {name for name in before if not torch.equal(before[name], merged[name])}
+        assert changed == {name for name in before if "proj" in name and name.endswith("weight")}
+        scored = learner.score(learner.pack(SEQUENCES), NUM_TOKENS).logp
+        learner.export(tmp_path / "model", load_tokenizer(tiny_folder))
+    finally:
+        learner.close()
+    plain = Learner(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), LearnerConfig(), temperature=1.0)
+    torch.testing.assert_close(plain.score(plain.pack(SEQUENCES), NUM_TOKENS).logp, scored, rtol=0, atol=1e-5)
+    plain.close()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"activation_checkpointing": True}, {"offload": "cpu"}, {"zero_stage": 3, "offload": "cpu"}]
+)
+def test_what_saves_memory_changes_no_number(tiny_folder: Path, settings: dict[str, Any]) -> None:
+    sgd = {"optimizer": "sgd"}  # Adam makes a whole step out of the rounding of a gradient that is all but zero
+    learner, expected = stepped(tiny_folder, **sgd)
+    learner.close()
+    learner, found = stepped(tiny_folder, **sgd, **settings)
+    learner.close()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_an_adapter_goes_on_from_its_checkpoint(tiny_folder: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"lora": LoraSettings(rank=2)}
+    learner, expected = stepped(tiny_folder, 3, **settings)
+    learner.close()
+    learner, _ = stepped(tiny_folder, 2, **settings)
+    learner.save(tmp_path)
+    learner.close()
+    learner, _ = stepped(tiny_folder, 0, **settings)
+    learner.load(tmp_path)
+    learner.step(learner.pack(SEQUENCES), torch.full((NUM_TOKENS,), 1 / NUM_TOKENS), None)
+    for name, tensor in learner.named_tensors():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
+    learner.close()
+
+
+def test_the_learning_rate_warms_up_and_falls() -> None:
+    linear = LearnerConfig(lr=1.0, warmup_steps=4, schedule="linear", decay_steps=8, lr_min=0.2)
+    assert [linear.lr_at(step) for step in range(10)] == pytest.approx([0.25, 0.5, 0.75, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
+    cosine = LearnerConfig(lr=1.0, schedule="cosine", decay_steps=4)
+    assert [cosine.lr_at(step) for step in (0, 2, 4, 9)] == pytest.approx([1, 0.5, 0, 0])
+    assert LearnerConfig(lr=1.0).lr_at(10**6) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        (["--learner.schedule", "cosine"], "needs decay_steps"),
+        (["--learner.offload", "cpu", "--learner.zero_stage", "0"], "offload needs zero_stage"),
+        (["--learner.lora.rank", "-1"], "learner.lora.rank"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(overrides: list[str], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        load_config("quickstart", overrides)
+
+
+def test_an_adapter_for_layers_that_are_not_there_is_refused(tiny_folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"learner\.lora\.targets = \['nope'\]"):
+        stepped(tiny_folder, 0, lora=LoraSettings(rank=2, targets=("nope",)))
