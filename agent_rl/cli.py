@@ -20,17 +20,29 @@ The same command again goes on from the last checkpoint. Every setting of a reci
 """
 
 
+SFT_EXAMPLES = """\
+examples:
+  agent-rl sft ./Qwen2.5-0.5B-Instruct --data traces.jsonl --out sft-model --steps 200
+  agent-rl sft smollm2 --data traces.jsonl --out sft-model --dialect codefence --learner.lr 1e-5 --learner.layout packed
+  agent-rl train smollm2-gsm8k --model.path sft-model
+
+A line of the data is {"messages": [{"role": ..., "content": ...}, ...], "tools": [...]}; only the assistant's words are
+learned, tool output inside them (<interpreter>, ```output) is cut out. The same command again goes on after a kill.
+"""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="agent-rl", description="Train tool-using language-model agents with reinforcement learning."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_train(commands)
+    _add_sft(commands)
     _add_report(commands)
     for module in ("sandboxes.cli", "envs.cli"):
         _add_from(module, commands)
     arguments, rest = parser.parse_known_args(argv)
-    if rest and arguments.command != "train":
+    if rest and arguments.command not in ("train", "sft"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     arguments.overrides = rest
     run: Callable[[argparse.Namespace], int] = arguments.func
@@ -54,6 +66,27 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(func=_train)
 
 
+def _add_sft(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "sft",
+        help="fine-tune a model on tool traces, as a start for training",
+        description="Fine-tune a model on multi-turn tool traces; settings follow as --learner.key value.",
+        epilog=SFT_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", help="model folder, or smollm2")
+    parser.add_argument("--data", type=Path, required=True, help="JSONL: messages (and perhaps tools) a line")
+    parser.add_argument("--out", type=Path, required=True, help="model folder to make")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--batch", type=int, default=16, help="traces of one step (default 16)")
+    parser.add_argument("--max-tokens", type=int, default=4096, help="longer traces are left out, and counted")
+    parser.add_argument("--dialect", default="auto", help="how calls are written (default: by the chat template)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--save-every", type=int, default=50, metavar="STEPS", help="to go on from after a kill")
+    parser.add_argument("--seed", type=int, default=0, help="of the order")
+    parser.set_defaults(func=_sft)
+
+
 def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "report",
@@ -63,6 +96,36 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     parser.add_argument("run", type=Path, help="run folder")
     parser.set_defaults(func=_report)
+
+
+def _sft(arguments: argparse.Namespace) -> int:
+    from agent_rl.config import ConfigError, learner_config
+
+    def run() -> None:
+        config = learner_config(arguments.overrides)
+        for name in ("steps", "batch", "max_tokens", "save_every"):
+            if getattr(arguments, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: at least 1")
+        _quieten_libraries()
+        from agent_rl.sft import sft
+        from agent_rl.smollm2 import prepare_smollm2
+
+        out = sft(
+            prepare_smollm2() if arguments.model == "smollm2" else Path(arguments.model).expanduser(),
+            arguments.data,
+            arguments.out,
+            config=config,
+            steps=arguments.steps,
+            batch=arguments.batch,
+            seed=arguments.seed,
+            max_tokens=arguments.max_tokens,
+            dtype=arguments.dtype,
+            dialect=arguments.dialect,
+            save_every=arguments.save_every,
+        )
+        print(f"model folder {out}")
+
+    return _guarded(run)
 
 
 def _train(arguments: argparse.Namespace) -> int:

@@ -1,13 +1,12 @@
 """Supervised fine-tuning before the first RL step, on traces that an expert policy leaves in the real environment.
 
-The traces go through the same codec, masks and learner as training: maximum likelihood is the plan in which every
-sampled token has the coefficient ``1 / N``.
+The traces go through the same codec, masks and learner as training (``agent_rl.sft``).
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from agent_rl.progress import bars
 from agent_rl.rollout import Place, run_episode
 from agent_rl.seeds import derive_seed
 from agent_rl.setup import Setup
+from agent_rl.sft import fit
 from agent_rl.smollm2 import prepare_smollm2
 from agent_rl.tiny import prepare_tiny
 from agent_rl.types import Generation, Sampling
@@ -76,20 +76,16 @@ async def cold_start(
             traces.append(await trace(config, setup, resources, codec, number))
             progress.advance(bar)
         bar = progress.add_task("SFT     ", total=settings.steps)
-        rng = random.Random(derive_seed(config.seed, "cold start"))
-        for step in range(1, settings.steps + 1):
-            batch = rng.sample(traces, min(settings.batch, len(traces)))
-            num_tokens = sum(len(sequence.positions) for sequence in batch)
-            coefficient_T = torch.full((num_tokens,), 1.0 / num_tokens)
-            # ratio is 1, so the summed loss is -1; its gradient is that of the mean log-likelihood
-            micro_batches = learner.pack(batch)
+
+        def on_step(step: int, loss: Callable[[], float]) -> None:
             if step % 20 == 0 or step == settings.steps:
-                loss = -float(learner.score(micro_batches, num_tokens).logp.mean())
                 progress.console.print(
-                    f"cold start {step}/{settings.steps}  loss {loss:.3f} nats a token", highlight=False
+                    f"cold start {step}/{settings.steps}  loss {loss():.3f} nats a token", highlight=False
                 )
-            learner.step(micro_batches, coefficient_T, None)
             progress.advance(bar)
+
+        seed = derive_seed(config.seed, "cold start")
+        fit(learner, traces, steps=settings.steps, batch=settings.batch, seed=seed, on_step=on_step)
     learner.export(out, tokenizer)
     learner.close()
 

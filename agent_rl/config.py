@@ -46,7 +46,7 @@ class EngineConfig(Section):
     """What samples. ``transformers`` is embedded and exactly repeatable; ``vllm`` is fast."""
 
     kind: Literal["transformers", "vllm"] = "transformers"
-    max_model_len: int = Field(1024, gt=1, description="prompt and completion together, tokens")
+    max_model_len: int = Field(4096, gt=1, description="prompt and completion together, tokens")
     max_num_seqs: int = Field(64, ge=1, description="sequences decoded at once")
     kv_cache_gb: float = Field(1.0, gt=0, description="key-value cache of vLLM, GiB")
 
@@ -237,6 +237,20 @@ def validate(tree: Mapping[str, Any]) -> RunConfig:
     except ValidationError as error:
         faults = [_describe(fault) for fault in error.errors(include_url=False)]
         raise ConfigError("; ".join(dict.fromkeys(faults))) from None
+
+
+def learner_config(overrides: Sequence[str]) -> LearnerConfig:
+    """``--learner.key value`` pairs alone, on a learning rate that suits supervised fine-tuning.
+
+    Raises:
+        ConfigError: an unknown or impossible setting.
+    """
+    tree: dict[str, Any] = {"name": "sft", "model": {"path": "-"}, "task": {"env": "-"}, "learner": {"lr": 1e-5}}
+    for key, text in _pairs(overrides):
+        if not key.startswith("learner."):
+            raise ConfigError(f"--{key}: here only settings of the learner are taken, as --learner.key value")
+        _set(tree, key, _parse_value(text))
+    return validate(tree).learner
 
 
 def differing_keys(a: RunConfig, b: RunConfig) -> list[str]:
