@@ -60,15 +60,15 @@ def _list(arguments: argparse.Namespace) -> int:
     from sandboxes.reaper import list_sandboxes
 
     for row in list_sandboxes():
-        print("  ".join((row["id"], row["state"], row["owner"], row["image"])))
+        print("  ".join((row["id"], row["state"], row["run"], row["owner"], row["image"])))
     return 0
 
 
 def _clean(arguments: argparse.Namespace) -> int:
-    from sandboxes.reaper import remove_orphans
+    from sandboxes.reaper import remove_folders, remove_orphans
 
-    removed = remove_orphans(everything=arguments.all)
-    print(f"removed {len(removed)} containers {' '.join(removed)}".rstrip())
+    removed = [*remove_folders(), *remove_orphans(everything=arguments.all)]
+    print("\n".join((*removed, f"removed {len(removed)}")))
     return 0
 
 
@@ -83,7 +83,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 async def _execute(code: str, spec: SandboxSpec) -> ExecutionResult:
-    from sandboxes.pool import SandboxPool, resolve
+    from sandboxes import SandboxPool, resolve
 
     async with SandboxPool(await resolve(spec)) as pool, pool.lease() as box:
         return await box.exec(code)

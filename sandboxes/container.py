@@ -8,15 +8,19 @@ end of its stdin, kills its program, and the engine removes the container.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
+import secrets
 import socket
 import struct
+import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
-from sandboxes.base import ExecutionResult, SandboxFailure, SandboxSpec, SandboxUnavailable
-from sandboxes.link import WorkerLink, settings_of
+from sandboxes.base import SandboxFailure, SandboxSpec, SandboxUnavailable
+from sandboxes.link import WorkerLink, WorkerSandbox, settings_of
+from sandboxes.owner import owner_label
+from sandboxes.worker import BOOTSTRAP
 
 T = TypeVar("T")
 
@@ -24,30 +28,43 @@ PROGRAM_UID = 65534
 """Programs run as nobody; the worker above them is root with SETUID, SETGID and KILL and no other capability."""
 
 SCRATCH = "/scratch"
-PRELOAD = ["numpy", "sympy"]
-BOOTSTRAP = """\
-import os
-def take(n):
-    b = b""
-    while len(b) < n:
-        b += os.read(0, n - len(b))
-    return b
-exec(compile(take(int.from_bytes(take(4), "big")), "worker.py", "exec"), {"__name__": "__main__"})
-"""
+
+RUN_ID = os.environ.get("AGENT_RL_RUN") or secrets.token_hex(4)
+"""Stands on all that this process makes on an engine."""
+
+_network_lock = threading.Lock()
 
 
-def owner_label() -> str:
-    """This process in a way that survives a reused pid: host, pid, start time in clock ticks since boot."""
-    return f"{socket.gethostname()}:{os.getpid()}:{start_ticks(os.getpid())}"
+def labels() -> dict[str, str]:
+    """Of everything that this process makes on an engine."""
+    return {"agent-rl.sandbox": "1", "agent-rl.owner": owner_label(), "agent-rl.run": RUN_ID}
 
 
-def start_ticks(pid: int) -> str:
-    """Empty when there is no such process."""
+def open_network(client: Any) -> str:
+    """Name of this run's network, made when first wanted: out to the world, but not from one sandbox to another."""
+    from docker.errors import APIError
+
+    name = f"agent-rl-{RUN_ID}"
+    with _network_lock:
+        if not client.api.networks(names=[name]):
+            try:
+                options = {"com.docker.network.bridge.enable_icc": "false"}
+                client.api.create_network(name, driver="bridge", options=options, labels=labels(), check_duplicate=True)
+                atexit.register(_remove_network, name)
+            except APIError as error:
+                raise SandboxUnavailable(f"the Docker engine made no network: {error}") from error
+    return name
+
+
+def _remove_network(name: str) -> None:
+    from docker.errors import DockerException
+
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    return stat.rpartition(")")[2].split()[19]
+        client = connect()
+        client.api.remove_network(name)
+        client.close()
+    except (DockerException, SandboxUnavailable, OSError):
+        pass  # the next run's start removes it
 
 
 def connect() -> Any:
@@ -79,7 +96,18 @@ def check_image(client: Any, image: str) -> None:
         ) from None
 
 
-class DockerSandbox:
+def check_runtime(client: Any, runtime: str | None) -> None:
+    """Raises ``SandboxUnavailable`` when the engine does not know the runtime."""
+    if runtime is not None:
+        known = client.info().get("Runtimes", {})
+        if runtime not in known:
+            raise SandboxUnavailable(
+                f"the Docker engine has no runtime {runtime!r} (it has {', '.join(sorted(known))}): install it and "
+                "name it in /etc/docker/daemon.json"
+            )
+
+
+class DockerSandbox(WorkerSandbox):
     """One container, one worker."""
 
     kind = "docker"
@@ -89,25 +117,21 @@ class DockerSandbox:
         self.spec = spec
         self.container_id: str | None = None
         self._client: Any = None
-        self._link: WorkerLink | None = None
         self._stream: _AttachedBytes | None = None
 
     async def start(self) -> None:
         stream = await _in_thread(self._create)
         self._stream = _AttachedBytes(stream)
-        self._link = WorkerLink(self._stream, isolated=True)
-        source = Path(__file__).with_name("worker.py").read_bytes()
-        self._stream.write(struct.pack(">I", len(source)) + source)
+        self.link = WorkerLink(self._stream, isolated=True)
         settings = settings_of(
             self.spec,
             scratch=SCRATCH,
             wipe=[SCRATCH, "/tmp", "/dev/shm"],
             uid=PROGRAM_UID,
-            preload=PRELOAD,
-            remove_scratch=False,
+            has_cgroup=True,
         )
         try:
-            await self._link.handshake(settings)
+            await self.link.handshake(settings)
         except SandboxFailure as error:
             await self.close()
             raise SandboxUnavailable(f"image {self.spec.image!r} cannot run the worker: {error}") from error
@@ -118,10 +142,12 @@ class DockerSandbox:
         spec = self.spec
         self._client = connect()
         check_image(self._client, spec.image)
+        check_runtime(self._client, spec.runtime)
         api = self._client.api
         try:
             host = api.create_host_config(
-                network_mode="none",
+                network_mode=open_network(self._client) if spec.network else "none",
+                runtime=spec.runtime,
                 read_only=True,
                 tmpfs={SCRATCH: f"size={spec.scratch_mb}m,mode=1777", "/tmp": "size=16m,mode=1777"},
                 shm_size="16m",
@@ -149,9 +175,9 @@ class DockerSandbox:
                 user="0",
                 stdin_open=True,
                 detach=False,
-                network_disabled=True,
+                network_disabled=not spec.network,
                 working_dir="/",
-                labels={"agent-rl.sandbox": "1", "agent-rl.owner": owner_label()},
+                labels=labels(),
                 host_config=host,
             )
             self.container_id = created["Id"]
@@ -165,25 +191,8 @@ class DockerSandbox:
         self._attached = attached  # its finaliser would close the socket under us
         return raw
 
-    async def exec(
-        self,
-        code: str,
-        *,
-        timeout_s: float | None = None,
-        stdin: str | None = None,
-        files: dict[str, bytes] | None = None,
-        session: str | None = None,
-    ) -> ExecutionResult:
-        assert self._link is not None, "start() first"
-        limit = self.spec.timeout_s if timeout_s is None else timeout_s
-        return await self._link.execute(code, timeout_s=limit, stdin=stdin, files=files, session=session)
-
-    async def reset(self) -> None:
-        assert self._link is not None, "start() first"
-        await self._link.reset()
-
     async def alive(self) -> bool:
-        return self._link is not None and not self._link.broken and self._stream is not None and self._stream.is_open()
+        return self.link is not None and not self.link.broken and self._stream is not None and self._stream.is_open()
 
     async def close(self) -> None:
         if self._stream is not None:

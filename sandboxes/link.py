@@ -8,9 +8,12 @@ import json
 import math
 import secrets
 import struct
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any, Protocol
 
-from sandboxes.base import ExecutionResult, SandboxFailure, SandboxSpec, Status
+from sandboxes.base import ExecutionResult, Limits, OnOutput, SandboxFailure, SandboxSpec, Status
+from sandboxes.worker import packed
 
 GRACE_S = 10.0
 """Beyond a program's own limit: the worker must have answered by then, or it is broken."""
@@ -34,6 +37,17 @@ class Bytes(Protocol):
     async def drain(self) -> None: ...
 
 
+class ProcessBytes:
+    """A process's stdin and stdout as one stream."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self.readexactly = process.stdout.readexactly
+        self.write = process.stdin.write
+        self.drain = process.stdin.drain
+
+
 class WorkerLink:
     """Frames over ``stream``. After any failure the link is broken for good."""
 
@@ -43,38 +57,15 @@ class WorkerLink:
         self.broken = False
 
     async def handshake(self, settings: dict[str, Any]) -> None:
-        await self._exchange(settings, START_S, expect_id=None)
+        self._stream.write(packed())
+        await self._exchange(settings, START_S, None)
 
-    async def execute(
-        self,
-        code: str,
-        *,
-        timeout_s: float,
-        stdin: str | None,
-        files: dict[str, bytes] | None,
-        session: str | None,
-    ) -> ExecutionResult:
-        if not 0 < timeout_s < math.inf:
-            raise ValueError(f"timeout_s={timeout_s}: a positive number of seconds")
-        if len(stdin or "") + sum(len(data) for data in (files or {}).values()) > MAX_INPUT_BYTES:
-            raise ValueError(f"stdin and files have more than {MAX_INPUT_BYTES} bytes together")
-        if len(code) > MAX_CODE_BYTES:
-            message = f"SyntaxError: the program has {len(code)} characters, the limit is {MAX_CODE_BYTES}\n"
+    async def execute(self, request: dict[str, Any], on_output: OnOutput | None) -> ExecutionResult:
+        """The result of a request made by ``request_of``."""
+        if len(request["code"]) > MAX_CODE_BYTES:
+            message = f"SyntaxError: the program has {len(request['code'])} characters, the limit is {MAX_CODE_BYTES}\n"
             return ExecutionResult(stdout="", stderr=message, exit_code=1, status="error", isolated=self._isolated)
-        encoded = {}
-        for name, data in (files or {}).items():
-            if not name or "/" in name or "\0" in name or name in (".", ".."):
-                raise ValueError(f"file name {name!r}: plain names only, no folders")
-            encoded[name] = base64.b64encode(data).decode()
-        request = {
-            "op": "exec",
-            "code": code,
-            "timeout_s": timeout_s,
-            "stdin": stdin or "",
-            "files": encoded,
-            "session": session,
-        }
-        reply = await self._request(request, timeout_s + GRACE_S)
+        reply = await self._request({**request, "op": "exec"}, request["timeout_s"] + GRACE_S, on_output)
         if not reply["clean"]:
             self.broken = True  # the result is good, the sandbox is not
         return _result(reply, isolated=self._isolated)
@@ -84,11 +75,15 @@ class WorkerLink:
             self.broken = True
             raise SandboxFailure("the sandbox could not be cleaned")
 
-    async def _request(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    async def _request(
+        self, request: dict[str, Any], timeout_s: float, on_output: OnOutput | None = None
+    ) -> dict[str, Any]:
         request_id = secrets.token_hex(8)
-        return await self._exchange({**request, "id": request_id}, timeout_s, expect_id=request_id)
+        return await self._exchange({**request, "id": request_id}, timeout_s, request_id, on_output)
 
-    async def _exchange(self, message: dict[str, Any], timeout_s: float, expect_id: str | None) -> dict[str, Any]:
+    async def _exchange(
+        self, message: dict[str, Any], timeout_s: float, expect_id: str | None, on_output: OnOutput | None = None
+    ) -> dict[str, Any]:
         if self.broken:
             raise SandboxFailure("the sandbox is broken")
         self.broken = True  # until the matching reply is here; a cancelled call leaves half a conversation
@@ -97,20 +92,138 @@ class WorkerLink:
             self._stream.write(struct.pack(">I", len(body)) + body)
             async with asyncio.timeout(timeout_s):
                 await self._stream.drain()
-                (size,) = struct.unpack(">I", await self._stream.readexactly(4))
-                reply = json.loads(await self._stream.readexactly(size))
+                while True:
+                    (size,) = struct.unpack(">I", await self._stream.readexactly(4))
+                    reply = json.loads(await self._stream.readexactly(size))
+                    if not isinstance(reply, dict) or reply.get("id") != expect_id:
+                        raise SandboxFailure("the sandbox worker answered another request")
+                    if "stream" not in reply:
+                        break
+                    if on_output is not None:
+                        on_output(reply["stream"], base64.b64decode(reply["data"]))
         except TimeoutError:
             raise SandboxFailure(f"the sandbox worker did not answer within {timeout_s:.0f} s") from None
         except (asyncio.IncompleteReadError, OSError, ValueError) as error:
             raise SandboxFailure(f"the sandbox worker is gone ({type(error).__name__})") from error
-        if not isinstance(reply, dict) or reply.get("id") != expect_id:
-            raise SandboxFailure("the sandbox worker answered another request")
         self.broken = False
         return reply
 
 
+class WorkerSandbox:
+    """What the backends share whose worker is reached through a stream of theirs."""
+
+    kind: str
+    isolated: bool
+    spec: SandboxSpec
+    link: WorkerLink | None = None
+    observer: Callable[[ExecutionResult], None] | None = None
+
+    async def exec(
+        self,
+        code: str,
+        *,
+        timeout_s: float | None = None,
+        stdin: str | None = None,
+        files: dict[str, bytes] | None = None,
+        session: str | None = None,
+        environment: dict[str, str] | None = None,
+        fetch: Sequence[str] = (),
+        language: str = "python",
+        limits: Limits | None = None,
+        on_output: OnOutput | None = None,
+    ) -> ExecutionResult:
+        assert self.link is not None, "start() first"
+        request = request_of(
+            self.spec,
+            code,
+            timeout_s=timeout_s,
+            stdin=stdin,
+            files=files,
+            session=session,
+            environment=environment,
+            fetch=fetch,
+            language=language,
+            limits=limits,
+            stream=on_output is not None,
+        )
+        result = await self.link.execute(request, on_output)
+        if self.observer is not None:
+            self.observer(result)
+        return result
+
+    async def reset(self) -> None:
+        assert self.link is not None, "start() first"
+        await self.link.reset()
+
+
+def request_of(
+    spec: SandboxSpec,
+    code: str,
+    *,
+    timeout_s: float | None,
+    stdin: str | None,
+    files: dict[str, bytes] | None,
+    session: str | None,
+    environment: dict[str, str] | None,
+    fetch: Sequence[str],
+    language: str,
+    limits: Limits | None,
+    stream: bool,
+) -> dict[str, Any]:
+    """A call as JSON, for the worker and for the service alike. Raises ``ValueError`` as ``Sandbox.exec`` says."""
+    limits = limits or Limits()
+    timeout_s = spec.timeout_s if timeout_s is None else timeout_s
+    if not 0 < timeout_s < math.inf:
+        raise ValueError(f"timeout_s={timeout_s}: a positive number of seconds")
+    for name, value in asdict(limits).items():
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"limits.{name}={value}: a positive number")
+    if len(stdin or "") + sum(len(data) for data in (files or {}).values()) > MAX_INPUT_BYTES:
+        raise ValueError(f"stdin and files have more than {MAX_INPUT_BYTES} bytes together")
+    for name in (*(files or {}), *fetch):
+        if "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
+            raise ValueError(f"file name {name!r}: a path inside the working folder, without '..'")
+    if not language or "/" in language or "\0" in language:
+        raise ValueError(f"language {language!r}: python, or the plain name of an interpreter")
+    if session is not None and (language != "python" or limits.cpu_s or limits.memory_mb or limits.open_files):
+        raise ValueError("a session is one Python process: no other language, and no limits but of time and output")
+    for name, text in (environment or {}).items():
+        if not name or "=" in name or "\0" in name + text:
+            raise ValueError(f"environment variable {name!r}: a name without '=', and no NUL in its value")
+    return {
+        "code": code,
+        "language": language,
+        "timeout_s": timeout_s,
+        "cpu_s": limits.cpu_s,
+        "memory_mb": limits.memory_mb,
+        "open_files": limits.open_files,
+        "output_bytes": limits.output_bytes or spec.output_bytes,
+        "stdin": stdin or "",
+        "files": {name: base64.b64encode(data).decode() for name, data in (files or {}).items()},
+        "environment": environment or {},
+        "fetch": list(fetch),
+        "session": session,
+        "stream": stream,
+    }
+
+
+WARM_UP = {
+    "numpy": "import numpy as n; n.linalg.det(n.eye(3)); str(n.arange(3) / 2); n.random.default_rng(0).normal(size=3)",
+    "sympy": "import sympy as s; x = s.Symbol('x'); s.solve(x**2 - 5 * x + 6, x); str(s.integrate(x * s.exp(x), x)); "
+    "s.simplify((x**2 - 1) / (x - 1)); s.sympify('1/2 + x'); s.factor(x**2 - 1); s.latex(x / 2)",
+}
+"""Run once in a worker that preloads the module, so that its first use, which is slow, is behind every program."""
+
+
 def settings_of(
-    spec: SandboxSpec, *, scratch: str, wipe: list[str], uid: int | None, preload: list[str], remove_scratch: bool
+    spec: SandboxSpec,
+    *,
+    scratch: str,
+    wipe: list[str],
+    uid: int | None,
+    has_cgroup: bool = False,
+    count_processes: bool = False,
+    remove_scratch: bool = False,
 ) -> dict[str, Any]:
     """The worker's first frame."""
     return {
@@ -118,12 +231,19 @@ def settings_of(
         "remove_scratch": remove_scratch,
         "wipe": wipe,
         "uid": uid,
-        "preload": preload,
-        "output_bytes": spec.output_bytes,
+        "warm_up": [f"import {name}\n{WARM_UP.get(name, '')}" for name in spec.preload],
         "scratch_mb": spec.scratch_mb,
-        # In a container the memory cgroup counts what is used; outside only address space can be bounded.
-        "address_space_mb": 0 if uid is not None else spec.memory_mb,
-        "environment": {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": scratch, "LANG": "C.UTF-8", "TMPDIR": scratch},
+        "open_files": spec.open_files,
+        # A memory cgroup counts what is used; without one only address space can be bounded, process by process.
+        "address_space_mb": 0 if has_cgroup else spec.memory_mb,
+        "processes": spec.pids if count_processes else 0,
+        "environment": {
+            "PATH": "/usr/local/bin:/usr/bin:/bin",
+            "HOME": scratch,
+            "LANG": "C.UTF-8",
+            "TMPDIR": scratch,
+            "OMP_NUM_THREADS": str(max(1, round(spec.cpus))),  # else numpy starts a thread for each core of the host
+        },
     }
 
 
@@ -138,8 +258,10 @@ def _result(reply: dict[str, Any], *, isolated: bool) -> ExecutionResult:
         stdout_cut_bytes=stdout_cut,
         stderr_cut_bytes=stderr_cut,
         wall_s=reply["wall_s"],
+        cpu_s=reply["cpu_s"],
         isolated=isolated,
-        session_began=reply.get("fresh", False),
+        session_began=reply["fresh"],
+        files={name: base64.b64decode(data) for name, data in reply["files"].items()},
     )
 
 

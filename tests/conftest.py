@@ -22,10 +22,24 @@ def docker_reason() -> str:
     return "" if done.returncode == 0 else f"no Docker engine or no sandbox image ({done.stderr.strip()})"
 
 
+def bwrap_reason() -> str:
+    """Why bubblewrap tests cannot run; empty when they can."""
+    from sandboxes import SandboxSpec, SandboxUnavailable
+    from sandboxes.bwrap import check_bwrap
+
+    try:
+        check_bwrap(SandboxSpec(kind="bwrap"))
+    except SandboxUnavailable as error:
+        return str(error)
+    return ""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reasons: dict[str, str] = {}
     if any(item.get_closest_marker("docker") for item in items):
         reasons["docker"] = docker_reason()
+    if any(item.get_closest_marker("bwrap") for item in items):
+        reasons["bwrap"] = bwrap_reason()
     if importlib.util.find_spec("vllm") is None:
         reasons["vllm"] = "vLLM is not installed"
     for item in items:

@@ -11,9 +11,10 @@ from sandboxes import Sandbox, SandboxSpec, make_sandbox
 from sandboxes.contract import CHECKS, Check, check
 
 DOCKER = pytest.param("docker", marks=[pytest.mark.docker, pytest.mark.slow])
+BWRAP = pytest.param("bwrap", marks=[pytest.mark.bwrap])
 
 
-@pytest.fixture(scope="module", params=["local", DOCKER])
+@pytest.fixture(scope="module", params=["local", BWRAP, DOCKER])
 def running(request: pytest.FixtureRequest) -> Iterator[tuple[asyncio.Runner, Sandbox]]:
     """One sandbox for all checks, as a pool would use it."""
     with asyncio.Runner() as runner:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
 from sandboxes import SandboxFailure, SandboxPool, SandboxSpec, SandboxUnavailable, resolve
 from sandboxes.local import LocalSandbox
 
-LOCAL = SandboxSpec(kind="local", size=2)
+LOCAL = SandboxSpec(kind="local", size=2, warm=0)
 
 
 async def test_no_more_than_size_at_once_and_served_in_order() -> None:
@@ -19,11 +20,11 @@ async def test_no_more_than_size_at_once_and_served_in_order() -> None:
 
         async def use(number: int) -> None:
             nonlocal most, running
-            async with pool.lease() as box:
+            async with pool.lease():
                 order.append(number)
                 running += 1
                 most = max(most, running)
-                await box.exec("pass")
+                await asyncio.sleep(0.05)
                 running -= 1
 
         await asyncio.gather(*(use(number) for number in range(12)))
@@ -69,12 +70,36 @@ async def test_a_closed_pool_says_so() -> None:
 
 async def test_auto_falls_back_to_local_with_one_loud_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///no/docker.sock")
+    monkeypatch.setenv("PATH", "/nowhere")  # no bwrap
     lines: list[str] = []
     assert (await resolve(SandboxSpec(kind="auto"), lines.append)).kind == "local"
     assert len(lines) == 1
     assert "NO ISOLATION" in lines[0]
     with pytest.raises(SandboxUnavailable, match=r"no Docker engine answers.*--sandbox\.kind local"):
         await resolve(SandboxSpec(kind="docker"), lines.append)
+
+
+@pytest.mark.bwrap
+async def test_auto_takes_bwrap_before_local_and_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "unix:///no/docker.sock")
+    lines: list[str] = []
+    assert (await resolve(SandboxSpec(kind="auto"), lines.append)).kind == "bwrap"
+    assert len(lines) == 1
+    assert "NO CGROUP LIMITS" in lines[0]
+    assert (await resolve(SandboxSpec(kind="auto", network=True), lines.append)).kind == "local"
+    with pytest.raises(SandboxUnavailable, match="no network"):
+        await resolve(SandboxSpec(kind="bwrap", network=True), lines.append)
+
+
+async def test_a_machine_without_namespaces_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SandboxUnavailable, match=r"bwrap is missing: install it \(apt-get install bubblewrap\)"):
+        await resolve(SandboxSpec(kind="bwrap"), print)
+    refusing = tmp_path / "bwrap"
+    refusing.write_text("#!/bin/sh\necho 'No permissions to create new namespace' >&2\nexit 1\n")
+    refusing.chmod(0o755)
+    with pytest.raises(SandboxUnavailable, match=r"cannot make namespaces here \(No permissions.*run as root"):
+        await resolve(SandboxSpec(kind="bwrap"), print)
 
 
 @pytest.mark.docker
