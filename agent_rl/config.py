@@ -64,6 +64,14 @@ class RolloutConfig(Section):
     wall_s: float = Field(300.0, gt=0, description="seconds of one episode")
     max_refills: int = Field(2, ge=0, description="fresh tries for a rollout that our side lost")
     max_rounds: int = Field(1, ge=1, description="rounds of new prompts until `prompts` groups differ inside (DAPO)")
+    oversample: float = Field(
+        0.0,
+        ge=0,
+        description="share of groups begun beyond the wanted; the rest is cancelled when enough differ inside",
+    )
+    concurrency: int | None = Field(
+        None, ge=1, description="episodes at once; at most sandbox.size where tools keep a sandbox for the episode"
+    )
     max_failures: int = Field(16, ge=1, description="failures in a row on our side that stop the run")
 
     @property

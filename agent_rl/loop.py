@@ -6,6 +6,7 @@ Everything that can be wrong with what the user gave is found before the run fol
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -19,6 +20,7 @@ from agent_rl import checkpoint
 from agent_rl.checkpoint import RunState
 from agent_rl.codec import ChatCodec
 from agent_rl.cold_start import starting_model
+from agent_rl.collect import Collected, Collector
 from agent_rl.config import RunConfig
 from agent_rl.engines import make_engine
 from agent_rl.learner import Learner, StepReport
@@ -28,7 +30,6 @@ from agent_rl.plan import Plan, UpdateBatch, make_plan, update_batch
 from agent_rl.progress import Clock, StepProgress
 from agent_rl.publish import Publisher
 from agent_rl.records import Row, RunRecords, rollout_metrics, trajectory_record, update_metrics
-from agent_rl.rollout import Collector
 from agent_rl.setup import Setup, keep_tokenizer, open_run, preflight
 from agent_rl.types import Trajectory
 from stare import GateState
@@ -83,14 +84,15 @@ async def _train(config: RunConfig, setup: Setup, console: Console) -> Path:
         while state.step < config.steps:
             step, clock = state.step + 1, Clock()
             progress.start_episodes(config.rollout.prompts * config.rollout.group)
-            trajectories, cursor = await collect(collector, setup, config, step, state.cursor)
+            collected, cursor = await collect(collector, setup, config, step, state.cursor)
+            trajectories = collected.trajectories
             clock.lap("rollout")
             batch = update_batch(trajectories, divide_by_std=config.stare.divide_by_std)
             plan, row = update(learner, batch, trajectories, state.gate, config, clock)
             row |= {"canary_gap": await publisher.publish(step), "cursor": cursor}
             clock.lap("sync")
             state = replace(state, step=step, cursor=cursor, gate=plan.gate if plan else state.gate)
-            row = rollout_metrics(trajectories, batch) | row | clock.row()
+            row = rollout_metrics(trajectories, batch, collected.cancelled_tokens) | row | clock.row()
             records.write(step, row, sampled_records(trajectories, batch, plan, step, config.records.trajectories))
             if step % config.checkpoint.every == 0 or step == config.steps:
                 checkpoint.save(folder / "checkpoints", state, learner.save, keep=config.checkpoint.keep)
@@ -112,21 +114,26 @@ def restore(folder: Path, config: RunConfig, learner: Learner, console: Console)
 
 async def collect(
     collector: Collector, setup: Setup, config: RunConfig, step: int, cursor: int
-) -> tuple[list[Trajectory], int]:
+) -> tuple[Collected, int]:
     """Rollouts of one step and the cursor behind the prompts that they took.
 
     New prompts are drawn, at most ``max_rounds`` times, until ``prompts`` groups have a difference inside.
     """
     trajectories: list[Trajectory] = []
+    cancelled: list[int] = []
     groups = 0
     for _ in range(config.rollout.max_rounds):
         missing = config.rollout.prompts - len({t.group for t in update_batch(trajectories).trajectories})
         if missing <= 0:
             break
-        tasks = [setup.task(index) for index in range(cursor, cursor + missing)]
-        trajectories += await collector.groups(tasks, step, first_group=groups)
-        groups, cursor = groups + missing, cursor + missing
-    return trajectories, cursor
+        begun = math.ceil(missing * (1 + config.rollout.oversample))
+        tasks = [setup.task(index) for index in range(cursor, cursor + begun)]
+        enough = missing if begun > missing else None
+        collected = await collector.groups(tasks, step, first_group=groups, enough=enough)
+        trajectories += collected.trajectories
+        cancelled += collected.cancelled_tokens
+        groups, cursor = groups + begun, cursor + begun
+    return Collected(trajectories=tuple(trajectories), cancelled_tokens=tuple(cancelled)), cursor
 
 
 def update(

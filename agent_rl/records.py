@@ -23,7 +23,9 @@ from agent_rl.types import Trajectory
 Row = dict[str, float | int | bool | None]
 
 
-def rollout_metrics(trajectories: Sequence[Trajectory], batch: UpdateBatch) -> Row:
+def rollout_metrics(
+    trajectories: Sequence[Trajectory], batch: UpdateBatch, cancelled_tokens: Sequence[int] = ()
+) -> Row:
     """What the episodes of a step were; means are over scored episodes unless a name says otherwise."""
     scored = [t for t in trajectories if t.reward is not None]
     statuses = [status for t in scored for turn in t.turns for status in turn.call_statuses]
@@ -39,6 +41,9 @@ def rollout_metrics(trajectories: Sequence[Trajectory], batch: UpdateBatch) -> R
         "tool_calls": _mean([sum(s == "ok" for turn in t.turns for s in turn.call_statuses) for t in scored]),
         "malformed": _mean([float(s != "ok") for s in statuses]),  # share of call attempts
         "tokens": sum(len(t.token_ids) for t in scored),
+        "tokens_episode": _mean([len(t.token_ids) for t in scored]),
+        "cancelled": len(cancelled_tokens),  # rollouts begun and no longer wanted (oversampling)
+        "cancelled_tokens": _mean(cancelled_tokens),  # of each when it was cancelled; beside tokens_episode: the bias
         "tokens_sampled": sum(t.num_sampled for t in scored),
         "truncated": _mean([float(t.stop not in ("answer", "no_call")) for t in scored]),
     }

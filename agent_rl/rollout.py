@@ -9,14 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from agent_rl.engines.base import Engine, EngineFailure
+from agent_rl.engines.base import EngineFailure
 from agent_rl.seeds import derive_seed
 from agent_rl.types import Generation, Sampling, Trajectory, Turn
 from envs.types import Failure, Message, ModelTurn, Opening, Stop, Task, TurnResult
 
 if TYPE_CHECKING:
     from agent_rl.codec import ChatCodec
-    from agent_rl.config import RolloutConfig
 
 
 class Environment(Protocol):
@@ -48,10 +47,6 @@ class EpisodeLimits(Protocol):
     def max_episode_tokens(self) -> int: ...
 
 
-class TooManyFailures(Exception):
-    """Our side lost so many episodes in a row that going on would only burn time."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """Which rollout this is; with the run's seed it decides every random choice of the episode."""
@@ -67,11 +62,20 @@ class Place:
 
 
 async def run_episode(
-    env: Environment, task: Task, place: Place, *, engine: Sampler, codec: ChatCodec, config: EpisodeLimits, seed: int
+    env: Environment,
+    task: Task,
+    place: Place,
+    *,
+    engine: Sampler,
+    codec: ChatCodec,
+    config: EpisodeLimits,
+    seed: int,
+    watch: Callable[[int], None] = lambda num_tokens: None,
 ) -> Trajectory:
     """One episode to its end. Our failures come back as a void trajectory; bugs raise.
 
     The caller has joined the engine under ``place.episode_id`` and leaves it; the environment is closed here.
+    Cancelling frees the engine's slot and the sandbox. ``watch`` is told the number of tokens whenever it has grown.
     """
     ids: list[int] = []
     mask: list[bool] = []
@@ -88,6 +92,7 @@ async def run_episode(
         ids.extend(new_ids)
         mask.extend([new_logprobs is not None] * len(new_ids))
         logprobs.extend([0.0] * len(new_ids) if new_logprobs is None else new_logprobs)
+        watch(len(ids))
 
     try:
         opening = await env.areset(derive_seed(seed, "task", place.step, place.group), task)
@@ -155,94 +160,3 @@ async def run_episode(
         failure=failure,
         seconds=seconds,
     )
-
-
-class Collector:
-    """Runs the groups of a step, refills what our side lost, and stops when that happens too often in a row.
-
-    Args:
-        make_env: a new environment for one episode.
-        on_episode: called with every finished trajectory (for progress bars).
-    """
-
-    def __init__(
-        self,
-        make_env: Callable[[], Environment],
-        *,
-        engine: Engine,
-        codec: ChatCodec,
-        config: RolloutConfig,
-        seed: int,
-        on_episode: Callable[[Trajectory], None] = lambda trajectory: None,
-    ) -> None:
-        self._make_env = make_env
-        self._engine = engine
-        self._codec = codec
-        self._config = config
-        self._seed = seed
-        self._on_episode = on_episode
-        self._failures_in_a_row = 0
-
-    async def groups(self, tasks: Sequence[Task], step: int, *, first_group: int = 0) -> list[Trajectory]:
-        """``config.group`` rollouts of every task; void ones only where every refill failed too.
-
-        Returns:
-            trajectories in order of group, member and attempt, the lost attempts among them (void, for the record).
-
-        Raises:
-            TooManyFailures: ``config.max_failures`` episodes in a row were lost on our side.
-        """
-        wanted = [
-            (task, Place(step=step, group=first_group + number, member=member))
-            for number, task in enumerate(tasks)
-            for member in range(self._config.group)
-        ]
-        done: list[Trajectory] = []
-        for attempt in range(self._config.max_refills + 1):
-            if not wanted:
-                break
-            wave = await self._episodes(wanted)
-            done += wave
-            lost = [pair for pair, trajectory in zip(wanted, wave, strict=True) if trajectory.is_void]
-            wanted = [
-                (task, Place(step=step, group=place.group, member=place.member, attempt=attempt + 1))
-                for task, place in lost
-            ]
-        return sorted(done, key=lambda t: (t.group, t.member))
-
-    async def _episodes(self, wanted: Sequence[tuple[Task, Place]]) -> list[Trajectory]:
-        # All join before any starts, so that the embedded engine's first wave holds them all.
-        for _, place in wanted:
-            self._engine.join(place.episode_id)
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._episode(task, place)) for task, place in wanted]
-        except* TooManyFailures as errors:
-            raise errors.exceptions[0] from None
-        finally:
-            for _, place in wanted:
-                self._engine.leave(place.episode_id)
-        return [task.result() for task in tasks]
-
-    async def _episode(self, task: Task, place: Place) -> Trajectory:
-        try:
-            trajectory = await run_episode(
-                self._make_env(),
-                task,
-                place,
-                engine=self._engine,
-                codec=self._codec,
-                config=self._config,
-                seed=self._seed,
-            )
-        finally:
-            self._engine.leave(place.episode_id)
-        self._failures_in_a_row = self._failures_in_a_row + 1 if trajectory.is_void else 0
-        if self._failures_in_a_row >= self._config.max_failures and trajectory.failure is not None:
-            failure = trajectory.failure
-            raise TooManyFailures(
-                f"{self._failures_in_a_row} episodes in a row failed on our side, last at {failure.where} "
-                f"({failure.kind}): {failure.detail}"
-            )
-        self._on_episode(trajectory)
-        return trajectory

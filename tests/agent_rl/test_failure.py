@@ -15,10 +15,11 @@ import torch
 from scripted import ScriptedEngine
 
 from agent_rl.codec import ChatCodec
+from agent_rl.collect import Collector, TooManyFailures
 from agent_rl.config import RolloutConfig
 from agent_rl.engines.base import EngineFailure
 from agent_rl.plan import make_plan, update_batch
-from agent_rl.rollout import Collector, Place, TooManyFailures, run_episode
+from agent_rl.rollout import Place, run_episode
 from agent_rl.setup import Setup
 from agent_rl.types import Trajectory
 from envs import Resources
@@ -205,7 +206,7 @@ async def test_lost_members_are_refilled_by_the_same_prompt(
     engine.generate = failing_twice  # type: ignore[method-assign]
     config = CONFIG.model_copy(update={"max_refills": 2, "group": 3})
     collector = Collector(lambda: setup.make_env(resources), engine=engine, codec=codec, config=config, seed=0)
-    trajectories = await collector.groups([setup.tasks.task(0)], 1)
+    trajectories = (await collector.groups([setup.tasks.task(0)], 1)).trajectories
     assert sum(t.is_void for t in trajectories) == 2
     assert sorted(t.member for t in trajectories if not t.is_void) == [0, 1, 2]
 

@@ -94,7 +94,7 @@ def test_bad_rows_are_named(tmp_path: Path, row: object, complaint: str) -> None
 def test_the_loss_falls_and_a_killed_run_goes_on_to_the_same_weights(tiny_folder: Path, tmp_path: Path) -> None:
     def start(out: Path) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "agent_rl", "sft", str(tiny_folder), "--data", str(TRACES), "--out", str(out)]
-        command += ["--steps", "40", "--batch", "4", "--save-every", "3", "--max-tokens", "1500"]
+        command += ["--steps", "16", "--batch", "4", "--save-every", "3", "--max-tokens", "1500"]
         command += ["--learner.lr", "3e-3", "--learner.layout", "packed"]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
@@ -102,7 +102,7 @@ def test_the_loss_falls_and_a_killed_run_goes_on_to_the_same_weights(tiny_folder
     whole, error = (process := start(tmp_path / "whole")).communicate(timeout=300)
     assert process.returncode == 0, error
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+) nats", whole)]
-    assert losses[-1] < 0.7 * losses[0]
+    assert losses[-1] < 0.9 * losses[0]
 
     killed = start(tmp_path / "killed")
     deadline = time.monotonic() + 200

@@ -1,0 +1,163 @@
+"""The episodes of a step: admitted in order, refilled when our side loses one, stopped when there are enough."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from agent_rl.codec import ChatCodec
+from agent_rl.config import RolloutConfig
+from agent_rl.engines.base import Engine
+from agent_rl.rollout import Environment, Place, run_episode
+from agent_rl.types import Trajectory
+from envs.types import Task
+
+
+class TooManyFailures(Exception):
+    """Our side lost so many episodes in a row that going on would only burn time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """What came of the tasks."""
+
+    trajectories: tuple[Trajectory, ...]  # by group, member and attempt; the lost attempts among them (void)
+    cancelled_tokens: tuple[int, ...] = ()  # tokens that each rollout had when it was no longer wanted
+
+
+@dataclass(slots=True, kw_only=True)
+class _Run:
+    """The state of one call of ``groups``."""
+
+    missing: dict[int, int]  # members that each group waits for
+    enough: int | None
+    done: list[tuple[Place, Trajectory]] = field(default_factory=list)
+    rewards: dict[int, set[float]] = field(default_factory=lambda: defaultdict(set))  # distinct ones of each group
+    informative: int = 0  # complete groups with a difference in reward
+    under_way: dict[str, int] = field(default_factory=dict)  # tokens of episodes that have begun and not ended
+    lanes: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def completes_enough(self, trajectory: Trajectory) -> bool:
+        """Count a member that will not be tried again; whether no more groups are wanted."""
+        group = trajectory.group
+        self.missing[group] -= 1
+        if trajectory.reward is not None:
+            self.rewards[group].add(trajectory.reward)
+        self.informative += self.missing[group] == 0 and len(self.rewards[group]) > 1
+        return self.enough is not None and self.informative >= self.enough
+
+    def cancel_others(self) -> None:
+        for lane in self.lanes:
+            if lane is not asyncio.current_task():
+                lane.cancel()
+
+
+class Collector:
+    """Runs groups of episodes.
+
+    Args:
+        make_env: a new environment for one episode.
+        on_episode: called with every finished trajectory (for progress bars).
+    """
+
+    def __init__(
+        self,
+        make_env: Callable[[], Environment],
+        *,
+        engine: Engine,
+        codec: ChatCodec,
+        config: RolloutConfig,
+        seed: int,
+        on_episode: Callable[[Trajectory], None] = lambda trajectory: None,
+    ) -> None:
+        self._make_env = make_env
+        self._engine = engine
+        self._codec = codec
+        self._config = config
+        self._seed = seed
+        self._on_episode = on_episode
+        self._failures_in_a_row = 0
+
+    async def groups(
+        self, tasks: Sequence[Task], step: int, *, first_group: int = 0, enough: int | None = None
+    ) -> Collected:
+        """``config.group`` rollouts of every task; void ones only where every refill failed too.
+
+        Args:
+            enough: as soon as so many groups are complete and have a difference in reward, the rest is cancelled. That
+                favours groups whose episodes are short, so the lengths of what was cancelled are returned.
+
+        Raises:
+            TooManyFailures: ``config.max_failures`` episodes in a row were lost on our side.
+        """
+        waiting = deque(
+            (task, Place(step=step, group=first_group + number, member=member))
+            for number, task in enumerate(tasks)
+            for member in range(self._config.group)
+        )
+        run = _Run(missing={first_group + number: self._config.group for number in range(len(tasks))}, enough=enough)
+        lanes = min(len(waiting), self._config.concurrency or len(waiting))
+        first = [waiting.popleft() for _ in range(lanes)]
+        for _, place in first:
+            # All join before any starts, so that the embedded engine's first wave holds them all.
+            self._engine.join(place.episode_id)
+        try:
+            async with asyncio.TaskGroup() as group:
+                run.lanes = [group.create_task(self._lane(task, place, waiting, run)) for task, place in first]
+        except* TooManyFailures as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            for _, place in first:
+                self._engine.leave(place.episode_id)
+        ordered = sorted(run.done, key=lambda pair: (pair[0].group, pair[0].member, pair[0].attempt))
+        return Collected(
+            trajectories=tuple(trajectory for _, trajectory in ordered), cancelled_tokens=tuple(run.under_way.values())
+        )
+
+    async def _lane(self, task: Task, place: Place, waiting: deque[tuple[Task, Place]], run: _Run) -> None:
+        """One episode after the other, until none waits; a lost one is tried again before the next."""
+        following: tuple[Task, Place] | None = (task, place)
+        while following is not None:
+            task, place = following
+            try:
+                trajectory = await self._episode(task, place, run)
+                run.done.append((place, trajectory))
+                if trajectory.is_void and place.attempt < self._config.max_refills:
+                    following = (task, replace(place, attempt=place.attempt + 1))
+                elif run.completes_enough(trajectory):
+                    waiting.clear()
+                    run.cancel_others()
+                    following = None
+                else:
+                    following = waiting.popleft() if waiting else None
+                if following is not None:
+                    self._engine.join(following[1].episode_id)  # before the other leaves: no wave without this lane
+            finally:
+                self._engine.leave(place.episode_id)
+
+    async def _episode(self, task: Task, place: Place, run: _Run) -> Trajectory:
+        def watch(num_tokens: int) -> None:
+            run.under_way[place.episode_id] = num_tokens
+
+        trajectory = await run_episode(
+            self._make_env(),
+            task,
+            place,
+            engine=self._engine,
+            codec=self._codec,
+            config=self._config,
+            seed=self._seed,
+            watch=watch,
+        )
+        run.under_way.pop(place.episode_id, None)
+        self._failures_in_a_row = self._failures_in_a_row + 1 if trajectory.is_void else 0
+        if self._failures_in_a_row >= self._config.max_failures and trajectory.failure is not None:
+            failure = trajectory.failure
+            raise TooManyFailures(
+                f"{self._failures_in_a_row} episodes in a row failed on our side, last at {failure.where} "
+                f"({failure.kind}): {failure.detail}"
+            )
+        self._on_episode(trajectory)
+        return trajectory

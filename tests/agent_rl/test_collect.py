@@ -1,0 +1,168 @@
+"""Admission, refills and early stop, with random latencies, cancellations and failures injected."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent_rl.collect import Collector
+from agent_rl.config import RolloutConfig
+from agent_rl.engines.base import EngineFailure
+from agent_rl.types import Generation, Sampling
+from envs.types import ModelTurn, Opening, Task, TurnResult
+
+
+class Codec:
+    """Every message is one id."""
+
+    stop_token_ids = (1,)
+
+    def open(self, opening: Opening) -> list[int]:
+        return [2, 3]
+
+    def extend(self, finish: str, messages: Any) -> list[int]:
+        return [4]
+
+    def decode(self, ids: Any, finish: str) -> str:
+        return "x"
+
+
+class Engine:
+    """Answers after a random while, or fails; counts who is here."""
+
+    max_model_len = 1000
+    weight_version = 0
+
+    def __init__(self, rng: random.Random, failures: float = 0.0) -> None:
+        self.rng, self.failures = rng, failures
+        self.joined: Counter[str] = Counter()
+        self.at_once = self.most_at_once = 0
+
+    def join(self, episode_id: str) -> None:
+        self.joined[episode_id] += 1
+
+    def leave(self, episode_id: str) -> None:
+        self.joined[episode_id] = 0
+
+    async def generate(self, prompt_ids: Any, sampling: Sampling, *, request_id: str) -> Generation:
+        assert self.joined[request_id], "an episode asks that has not joined"
+        self.at_once += 1
+        self.most_at_once = max(self.at_once, self.most_at_once)
+        try:
+            await asyncio.sleep(self.rng.random() * 2e-3)
+            if self.rng.random() < self.failures:
+                raise EngineFailure("injected")
+        finally:
+            self.at_once -= 1
+        return Generation(token_ids=(7, 1), logprobs=(-1.0, -1.0), finish_reason="stop", weight_version=0)
+
+
+class Env:
+    """Some turns long; the reward is the task's business."""
+
+    opened = 0
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+
+    async def areset(self, seed: int, task: Task) -> Opening:
+        Env.opened += 1
+        self.task, self.left = task, self.rng.randint(1, 4)
+        return Opening(messages=(), tools=())
+
+    async def astep(self, turn: ModelTurn) -> TurnResult:
+        await asyncio.sleep(self.rng.random() * 2e-3)
+        self.left -= 1
+        if self.left:
+            return TurnResult(messages=({"role": "tool", "content": ""},), reward=None, terms={}, stop=None, calls=())
+        reward = self.rng.random() if self.task.answer == "differs" else 1.0
+        return TurnResult(messages=(), reward=reward, terms={}, stop="answer", calls=())
+
+    async def aclose(self) -> None:
+        Env.opened -= 1
+
+
+def collected(tasks: list[str], seed: int, *, failures: float = 0.0, enough: int | None = None, **config: Any) -> Any:
+    Env.opened = 0
+    rng = random.Random(seed)
+    engine = Engine(rng, failures)
+    config = {"group": 3, "max_refills": 50, "max_failures": 10_000, **config}
+    collector = Collector(
+        lambda: Env(rng),
+        engine=engine,
+        codec=Codec(),
+        config=RolloutConfig(**config),
+        seed=0,  # type: ignore[arg-type]
+    )
+    todo = [Task(id=str(i), prompt="", answer=answer) for i, answer in enumerate(tasks)]
+    result = asyncio.run(collector.groups(todo, 1, first_group=5, enough=enough))
+    assert not +engine.joined, "an episode has not left"
+    assert Env.opened == 0, "an environment was not closed"
+    assert engine.at_once == 0
+    return result, engine
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    seed=st.integers(0, 99),
+    groups=st.integers(1, 5),
+    concurrency=st.one_of(st.none(), st.integers(1, 20)),
+    failures=st.sampled_from([0.0, 0.2]),
+)
+def test_every_member_comes_back_once_whatever_was_slow_or_lost(
+    seed: int, groups: int, concurrency: int | None, failures: float
+) -> None:
+    result, engine = collected(["differs"] * groups, seed, failures=failures, concurrency=concurrency)
+    whole = [(t.group, t.member) for t in result.trajectories if not t.is_void]
+    assert whole == [(5 + group, member) for group in range(groups) for member in range(3)]
+    assert result.cancelled_tokens == ()
+    assert engine.most_at_once <= (concurrency or 3 * groups)
+    for trajectory in result.trajectories:
+        if not trajectory.is_void:
+            assert trajectory.num_sampled == 2 * len(trajectory.turns)
+
+
+@settings(deadline=None, max_examples=25)
+@given(seed=st.integers(0, 99), concurrency=st.one_of(st.none(), st.integers(1, 20)))
+def test_the_rest_is_cancelled_when_enough_groups_differ_inside(seed: int, concurrency: int | None) -> None:
+    tasks = ["differs", "same", "differs", "same", "differs", "differs"]
+    result, _ = collected(tasks, seed, enough=2, concurrency=concurrency)
+    members = Counter(t.group for t in result.trajectories)
+    complete = [group for group, count in members.items() if count == 3 and tasks[group - 5] == "differs"]
+    assert len(complete) == 2
+    for tokens in result.cancelled_tokens:
+        assert tokens >= 0
+
+
+def test_refills_end_and_leave_a_void_member() -> None:
+    result, _ = collected(["differs"], 0, failures=1.0, max_refills=2)
+    assert len(result.trajectories) == 9
+    assert all(t.is_void for t in result.trajectories)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_admission_is_in_order(lanes: int) -> None:
+    started: list[str] = []
+
+    class Watched(Env):
+        async def areset(self, seed: int, task: Task) -> Opening:
+            started.append(task.id)
+            return await super().areset(seed, task)
+
+    rng = random.Random(0)
+    config = RolloutConfig(group=2, concurrency=lanes)
+    collector = Collector(
+        lambda: Watched(rng),
+        engine=Engine(rng),
+        codec=Codec(),
+        config=config,
+        seed=0,  # type: ignore[arg-type]
+    )
+    asyncio.run(collector.groups([Task(id=str(i), prompt="", answer="differs") for i in range(4)], 1))
+    assert started == sorted(started)
