@@ -168,9 +168,9 @@ def _print_report(folder: Path, console: object) -> None:
 
 def _guarded(run: Callable[[], None]) -> int:
     """0, or 2 after one line on stderr for what a user can mend, or 1 after one line for a run that had to stop."""
-    from agent_rl.collect import TooManyFailures
     from agent_rl.engines.base import EngineFailure, PublishError
     from agent_rl.errors import ConfigError
+    from agent_rl.rollout import TooManyFailures
     from sandboxes.base import SandboxFailure, SandboxUnavailable
 
     try:

@@ -10,13 +10,9 @@ from dataclasses import dataclass, field, replace
 from agent_rl.codec import ChatCodec
 from agent_rl.config import RolloutConfig
 from agent_rl.engines.base import Engine
-from agent_rl.rollout import Environment, Place, run_episode
+from agent_rl.rollout import Environment, Place, TooManyFailures, run_episode
 from agent_rl.types import Trajectory
 from envs.types import Task
-
-
-class TooManyFailures(Exception):
-    """Our side lost so many episodes in a row that going on would only burn time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

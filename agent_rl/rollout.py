@@ -47,6 +47,10 @@ class EpisodeLimits(Protocol):
     def max_episode_tokens(self) -> int: ...
 
 
+class TooManyFailures(Exception):
+    """Our side lost so many episodes in a row that going on would only burn time."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """Which rollout this is; with the run's seed it decides every random choice of the episode."""

@@ -15,11 +15,11 @@ import torch
 from scripted import ScriptedEngine
 
 from agent_rl.codec import ChatCodec
-from agent_rl.collect import Collector, TooManyFailures
+from agent_rl.collect import Collector
 from agent_rl.config import RolloutConfig
 from agent_rl.engines.base import EngineFailure
 from agent_rl.plan import make_plan, update_batch
-from agent_rl.rollout import Place, run_episode
+from agent_rl.rollout import Place, TooManyFailures, run_episode
 from agent_rl.setup import Setup
 from agent_rl.types import Trajectory
 from envs import Resources
