@@ -1,27 +1,66 @@
 """STARE (arXiv 2606.19236) and the GRPO it rests on, as functions over tensors; needs torch and nothing else."""
 
 from stare.advantage import group_advantage
-from stare.controller import ControllerConfig, GateState, update_gate
+from stare.controller import Controller, ControllerConfig, ControllerKind, Tracking, tracking
+from stare.diagnostics import (
+    EntropyDynamics,
+    Quadrant,
+    SelectionReport,
+    entropy_dynamics,
+    most_chosen,
+    quadrants,
+    selection_report,
+)
 from stare.loss import LossMode, SurrogateSum, surrogate_sum, token_scale
+from stare.selection import num_selected, top_fraction
 from stare.sensitivity import TokenStatistics, predicted_entropy_change, sensitivity, token_statistics
-from stare.weights import TokenWeights, Variant, num_selected, token_weights, top_surprisal
+from stare.weights import (
+    OPERATIONS,
+    Granularity,
+    Operation,
+    Selector,
+    TokenSets,
+    TokenWeights,
+    Variant,
+    omega,
+    token_gate,
+    token_sets,
+    token_weights,
+)
 
 __all__ = [
+    "OPERATIONS",
+    "Controller",
     "ControllerConfig",
-    "GateState",
+    "ControllerKind",
+    "EntropyDynamics",
+    "Granularity",
     "LossMode",
+    "Operation",
+    "Quadrant",
+    "SelectionReport",
+    "Selector",
     "SurrogateSum",
+    "TokenSets",
     "TokenStatistics",
     "TokenWeights",
+    "Tracking",
     "Variant",
+    "entropy_dynamics",
     "group_advantage",
+    "most_chosen",
     "num_selected",
+    "omega",
     "predicted_entropy_change",
+    "quadrants",
+    "selection_report",
     "sensitivity",
     "surrogate_sum",
+    "token_gate",
     "token_scale",
+    "token_sets",
     "token_statistics",
     "token_weights",
-    "top_surprisal",
-    "update_gate",
+    "top_fraction",
+    "tracking",
 ]
