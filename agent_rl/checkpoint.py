@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from agent_rl.config import ConfigError
-from stare import GateState
+from stare import Controller
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class RunState:
     step: int  # steps done
     cursor: int  # prompts consumed
     seed: int
-    gate: GateState
+    controllers: dict[str, Controller]  # by scenario
 
 
 def folders(root: Path) -> list[Path]:
@@ -41,7 +41,7 @@ def save(root: Path, state: RunState, save_learner: Callable[[Path], None], *, k
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
     save_learner(aside)
-    (aside / "state.json").write_text(json.dumps(asdict(state)))
+    (aside / "state.json").write_text(json.dumps(asdict(state), allow_nan=False))
     shutil.rmtree(folder, ignore_errors=True)
     aside.rename(folder)
     for old in folders(root)[:-keep]:
@@ -53,6 +53,7 @@ def read_state(folder: Path) -> RunState:
     """Raises ``ConfigError`` naming the folder when its state is not readable."""
     try:
         data = json.loads((folder / "state.json").read_text())
-        return RunState(**{**data, "gate": GateState(**data["gate"])})
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        controllers = {name: Controller.from_dict(state) for name, state in data["controllers"].items()}
+        return RunState(**{**data, "controllers": controllers})
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"checkpoint {folder} is damaged ({error}): remove it to go on from an older one") from None

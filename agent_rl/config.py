@@ -17,9 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from agent_rl.errors import ConfigError as ConfigError
 from agent_rl.pack import Layout
-from agent_rl.plan import Selection
+from agent_rl.plan import PlanOptions, Selection
 from sandboxes.base import SandboxSpec
-from stare import ControllerConfig, LossMode, Variant
+from stare import ControllerConfig, ControllerKind, Granularity, LossMode, Selector, Variant
 
 
 class Section(BaseModel):
@@ -81,33 +81,78 @@ class RolloutConfig(Section):
 
 
 class StareConfig(Section):
-    """The method. ``variant = "none"`` is GRPO."""
+    """The method (docs/stare.md). ``variant = "none"`` is GRPO."""
 
     variant: Variant = "O1"
     fraction: float = Field(0.1, gt=0, le=1, description="P: share of tokens reweighted on each side")
+    selector: Selector = Field("surprisal", description="what the share is ranked by; phi: the exact sensitivity")
+    gate: Granularity = Field("batch", description="whose entropy is held against the target")
+    controller: ControllerKind = Field("fixed", description="how W and M move: fixed, adaptive, pi, model")
     target_entropy: float = Field(0.3, ge=0, description="H_tgt, nats")
+    targets: dict[str, float] = Field(
+        default_factory=dict,
+        description="H_tgt of the tasks whose meta names a scenario, e.g. { long_cot = 0.4 }; each has a controller",
+    )
+    hysteresis: float = Field(0.0, ge=0, description="the gate stays as it is this near to the target, nats")
     amplify: float = Field(1.1, ge=1, description="W")
-    attenuate: float = Field(0.9, gt=0, le=1, description="M (variant C2)")
-    adaptive: bool = Field(False, description="move W and M by alpha after every batch")
-    alpha: float = Field(0.01, ge=0)
+    attenuate: float = Field(0.9, gt=0, le=1, description="M")
+    alpha: float = Field(0.01, ge=0, description="step of W and M after a batch (adaptive)")
+    gain: float = Field(0.2, ge=0, description="weight per relative error (pi, model)")
+    integral_gain: float = Field(0.02, ge=0, description="weight per relative error and batch (pi, model)")
     amplify_max: float = Field(1.5, ge=1)
     attenuate_min: float = Field(0.5, gt=0, le=1)
+    score: Literal["exact", "reuse"] = Field(
+        "exact", description="reuse: sampler logprobs and the last step's entropy instead of a forward of their own"
+    )
+    mini_batches: int = Field(1, ge=1, description="optimizer steps of one batch, each on its share of the groups")
+    refresh: Literal["frozen", "refreshed"] = Field(
+        "frozen", description="weights of a later mini-batch: as planned for the batch, or planned again on its own"
+    )
+    remeasure: bool = Field(False, description="score the batch again after the update: its own change of entropy")
     divide_by_std: bool = Field(True, description="false: Dr.GRPO")
     loss_mode: LossMode = "token-mean"
     selection: Selection = Field(
         "batch", description="per_micro_batch: the public reference's way, for comparison only"
     )
 
-    @property
-    def controller(self) -> ControllerConfig:
+    @model_validator(mode="after")
+    def _parts_fit(self) -> StareConfig:
+        for name in ("", *self.targets):
+            self.controller_config(name)
+        if self.hysteresis and self.gate != "batch":
+            raise ValueError(f"hysteresis ({self.hysteresis}) needs gate 'batch': a {self.gate} has no memory")
+        if self.score == "reuse" and (self.selector != "surprisal" or self.gate != "batch" or self.refresh != "frozen"):
+            raise ValueError(
+                "score 'reuse' knows surprisals alone: it needs selector surprisal, gate batch, refresh frozen"
+            )
+        if self.selection == "per_micro_batch" and (self.mini_batches > 1 or self.score == "reuse"):
+            raise ValueError("selection 'per_micro_batch' is for comparison: it needs mini_batches 1 and score 'exact'")
+        return self
+
+    def controller_config(self, scenario: str = "") -> ControllerConfig:
+        """Of this scenario, or of all tasks without a target of their own."""
         return ControllerConfig(
-            target_entropy=self.target_entropy,
+            kind=self.controller,
+            target_entropy=self.targets.get(scenario, self.target_entropy),
+            hysteresis=self.hysteresis,
             amplify=self.amplify,
             attenuate=self.attenuate,
-            adaptive=self.adaptive,
             alpha=self.alpha,
+            gain=self.gain,
+            integral_gain=self.integral_gain,
             amplify_max=self.amplify_max,
             attenuate_min=self.attenuate_min,
+        )
+
+    @property
+    def plan(self) -> PlanOptions:
+        return PlanOptions(
+            variant=self.variant,
+            fraction=self.fraction,
+            selector=self.selector,
+            granularity=self.gate,
+            loss_mode=self.loss_mode,
+            selection=self.selection,
         )
 
 
@@ -335,6 +380,8 @@ def _describe(fault: Any) -> str:
     if fault["type"] == "missing":
         return f"{location} is missing: set it in the recipe or by --{location} VALUE"
     message = fault["msg"].removeprefix("Value error, ")
+    if isinstance(fault["input"], dict):  # two settings of a section that do not go together: the message names them
+        return f"{location}: {message}" if location else message
     return f"{location} = {fault['input']!r}: {message}" if location else message
 
 

@@ -34,6 +34,23 @@ class StepReport:
     clip_fraction: float  # share of sampled tokens whose clipped branch was active
     lr: float
     num_micro_batches: int  # of this rank, pads included
+    num_steps: int = 1
+    statistics: TokenStatistics | None = None  # [T] of the step's own forwards, where they were asked for
+
+    @staticmethod
+    def joined(reports: Sequence[StepReport], num_tokens: Sequence[int]) -> StepReport:
+        """Of several steps, one after the other: means (the clip's by tokens), the last learning rate."""
+        weights = [n / max(1, sum(num_tokens)) for n in num_tokens]
+        columns = [r.statistics for r in reports if r.statistics is not None]
+        return StepReport(
+            loss=sum(r.loss for r in reports) / len(reports),
+            grad_norm=sum(r.grad_norm for r in reports) / len(reports),
+            clip_fraction=sum(r.clip_fraction * w for r, w in zip(reports, weights, strict=True)),
+            lr=reports[-1].lr,
+            num_micro_batches=sum(r.num_micro_batches for r in reports),
+            num_steps=len(reports),
+            statistics=TokenStatistics(*map(torch.cat, zip(*columns, strict=True))) if columns else None,
+        )
 
 
 def init_distributed() -> None:
@@ -104,6 +121,9 @@ class Learner:
             statistics = self.engine(_to(batch, self.device), statistics=True)
             if not batch.is_pad:
                 columns[:, batch.origin] = torch.stack(statistics).cpu()
+        return self._of_all_ranks(columns)
+
+    def _of_all_ranks(self, columns: Tensor) -> TokenStatistics:
         if self.world_size > 1:
             # Each token was filled in by one rank and is zero on the others, so the sum is exact.
             columns = columns.to(self.device)
@@ -116,6 +136,8 @@ class Learner:
         micro_batches: Sequence[Sequence[MicroBatch]],
         coefficient_T: Tensor,
         logp_old_T: Tensor | None,
+        *,
+        statistics: bool = False,
     ) -> StepReport:
         """One optimizer step on ``-sum_t c_t * clipped ratio_t`` over all ranks.
 
@@ -124,14 +146,19 @@ class Learner:
             coefficient_T: float32 [T].
             logp_old_T: float32 [T]; None takes each token's own logprob (ratio 1, gradient ``c * grad logp``: with
                 ``c = 1 / N`` that is maximum likelihood, which is how the cold start uses it).
+            statistics: also return logprob, entropy and Phi of these tokens, from the same forwards.
         """
         lr = self.config.lr_at(self.steps_taken)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         totals = torch.zeros(2, dtype=torch.float64)  # loss, clipped tokens
+        columns = torch.zeros(3, coefficient_T.numel() if statistics else 0)
         for batch in micro_batches[self.rank]:
             moved = _to(batch, self.device)
-            logp = self.engine(moved, statistics=False).logp
+            output = self.engine(moved, statistics=statistics)
+            logp = output.logp
+            if statistics and not batch.is_pad:
+                columns[:, batch.origin] = torch.stack(output).detach().cpu()
             coefficient = coefficient_T[batch.origin].to(self.device)
             if batch.is_pad:
                 coefficient = torch.zeros_like(coefficient)
@@ -159,6 +186,7 @@ class Learner:
             clip_fraction=clipped / max(1, coefficient_T.numel()),
             lr=lr,
             num_micro_batches=len(micro_batches[self.rank]),
+            statistics=self._of_all_ranks(columns) if statistics else None,
         )
 
     def _clip(self) -> None:

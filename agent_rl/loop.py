@@ -23,16 +23,15 @@ from agent_rl.cold_start import starting_model
 from agent_rl.collect import Collected, Collector
 from agent_rl.config import RunConfig
 from agent_rl.engines import make_engine
-from agent_rl.learner import Learner, StepReport
+from agent_rl.learner import Learner
 from agent_rl.models import load_model, load_tokenizer
-from agent_rl.pack import SampledSequence
-from agent_rl.plan import Plan, UpdateBatch, make_plan, update_batch
+from agent_rl.plan import Plan, UpdateBatch, update_batch
 from agent_rl.progress import Clock, StepProgress
 from agent_rl.publish import Publisher
-from agent_rl.records import Row, RunRecords, rollout_metrics, trajectory_record, update_metrics
+from agent_rl.records import RunRecords, rollout_metrics, trajectory_record
 from agent_rl.setup import Setup, keep_tokenizer, open_run, preflight
 from agent_rl.types import Trajectory
-from stare import GateState
+from agent_rl.update import start_controllers, update
 
 
 def train(config: RunConfig, console: Console | None = None) -> Path:
@@ -88,10 +87,11 @@ async def _train(config: RunConfig, setup: Setup, console: Console) -> Path:
             trajectories = collected.trajectories
             clock.lap("rollout")
             batch = update_batch(trajectories, divide_by_std=config.stare.divide_by_std)
-            plan, row = update(learner, batch, trajectories, state.gate, config, clock)
+            plan, row = update(learner, batch, trajectories, state.controllers, config, clock, decode=tokenizer.decode)
             row |= {"canary_gap": await publisher.publish(step), "cursor": cursor}
             clock.lap("sync")
-            state = replace(state, step=step, cursor=cursor, gate=plan.gate if plan else state.gate)
+            controllers = dict(plan.controllers) if plan else state.controllers
+            state = replace(state, step=step, cursor=cursor, controllers=controllers)
             row = rollout_metrics(trajectories, batch, collected.cancelled_tokens) | row | clock.row()
             records.write(step, row, sampled_records(trajectories, batch, plan, step, config.records.trajectories))
             if step % config.checkpoint.every == 0 or step == config.steps:
@@ -105,7 +105,7 @@ def restore(folder: Path, config: RunConfig, learner: Learner, console: Console)
     """The state to go on from; weights and optimizer are loaded into ``learner``."""
     found = checkpoint.folders(folder / "checkpoints")
     if not found:
-        return RunState(step=0, cursor=0, seed=config.seed, gate=GateState.initial(config.stare.controller))
+        return RunState(step=0, cursor=0, seed=config.seed, controllers=start_controllers(config.stare))
     state = checkpoint.read_state(found[-1])
     learner.load(found[-1])
     console.print(f"going on after step {state.step}, from {found[-1]}", soft_wrap=True)
@@ -134,50 +134,6 @@ async def collect(
         cancelled += collected.cancelled_tokens
         groups, cursor = groups + begun, cursor + begun
     return Collected(trajectories=tuple(trajectories), cancelled_tokens=tuple(cancelled)), cursor
-
-
-def update(
-    learner: Learner,
-    batch: UpdateBatch,
-    trajectories: Sequence[Trajectory],
-    gate: GateState,
-    config: RunConfig,
-    clock: Clock,
-) -> tuple[Plan | None, Row]:
-    """Score, plan, one optimizer step; the plan is None when no episode was scored at all.
-
-    Where no group has a difference inside there is nothing to learn, but the entropy is measured and moves the gate.
-    """
-    learns = bool(batch.trajectories)
-    if not learns:
-        scored = [t for t in trajectories if not t.is_void and t.num_sampled]
-        batch = UpdateBatch(
-            trajectories=tuple(scored),
-            sequences=tuple(SampledSequence.of(t.token_ids, t.loss_mask) for t in scored),
-            advantage_B=torch.zeros(len(scored), dtype=torch.float64),
-        )
-    if not batch.trajectories:
-        return None, {}
-    micro_batches = learner.pack(batch.sequences)
-    statistics = learner.score(micro_batches, int(batch.num_tokens_B.sum()))
-    plan = make_plan(
-        batch,
-        statistics,
-        gate,
-        config.stare.controller,
-        variant=config.stare.variant,
-        fraction=config.stare.fraction,
-        loss_mode=config.stare.loss_mode,
-        selection=config.stare.selection,
-        micro_batches=[micro_batch for of_rank in micro_batches for micro_batch in of_rank],
-    )
-    clock.lap("score")
-    report: StepReport | None = None
-    if learns:
-        report = learner.step(micro_batches, plan.coefficient_T, plan.logp_old_T)
-        clock.lap("update")
-    sampler_logprobs = [p for t in batch.trajectories for p, m in zip(t.logprobs, t.loss_mask, strict=True) if m]
-    return plan, update_metrics(plan, report, torch.tensor(sampler_logprobs))
 
 
 def sampled_records(

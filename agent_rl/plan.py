@@ -8,8 +8,9 @@ Dimensions: B trajectories of the update batch, T sampled tokens of all of them 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -18,18 +19,38 @@ from torch import Tensor
 from agent_rl.pack import MicroBatch, SampledSequence
 from agent_rl.types import Trajectory
 from stare import (
-    ControllerConfig,
-    GateState,
+    Controller,
+    EntropyDynamics,
+    Granularity,
     LossMode,
+    Selector,
+    TokenSets,
     TokenStatistics,
     Variant,
+    entropy_dynamics,
     group_advantage,
+    omega,
+    token_gate,
     token_scale,
-    token_weights,
-    update_gate,
+    token_sets,
 )
 
 Selection = Literal["batch", "per_micro_batch"]
+
+DEFAULT_SCENARIO = "default"
+"""The scenario of every trajectory whose task names none, or one without a target of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What the plan decides by; the set-points are in the controllers."""
+
+    variant: Variant = "O1"
+    fraction: float = 0.1  # P
+    selector: Selector = "surprisal"
+    granularity: Granularity = "batch"
+    loss_mode: LossMode = "token-mean"
+    selection: Selection = "batch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,25 +65,70 @@ class UpdateBatch:
     def num_tokens_B(self) -> Tensor:
         return torch.tensor([len(s.positions) for s in self.sequences], dtype=torch.int64)
 
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(s.positions) for s in self.sequences)
+
+    @property
+    def token_T(self) -> Tensor:
+        """int64 [T], the sampled ids."""
+        parts = [torch.tensor(s.token_ids)[torch.tensor(s.positions)] for s in self.sequences]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+    @property
+    def sampler_logp_T(self) -> Tensor:
+        """float32 [T], logprobs as the engine gave them."""
+        parts = [
+            torch.tensor(t.logprobs)[torch.tensor(s.positions)]
+            for t, s in zip(self.trajectories, self.sequences, strict=True)
+        ]
+        return torch.cat(parts) if parts else torch.empty(0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScenarioView:
+    """What the controller of one scenario was moved by."""
+
+    num_tokens: int
+    entropy: float | None  # mean over the scenario's sampled tokens, nats; None without any
+    dynamics: EntropyDynamics
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What the learner sums; all tensors on the CPU."""
+    """What the learner sums; all tensors on the CPU. ``None`` where the sampler's logprobs were reused unscored."""
 
     coefficient_T: Tensor  # float32 [T], omega * A * normaliser
     logp_old_T: Tensor  # float32 [T], under the weights before this update
-    entropy_T: Tensor  # float32 [T], nats
-    phi_T: Tensor  # float32 [T]
+    entropy_T: Tensor | None  # float32 [T], nats
+    phi_T: Tensor | None  # float32 [T]
     advantage_T: Tensor  # float64 [T]
+    scale_T: Tensor  # float64 [T], the normaliser: each token's share of the objective
     omega_T: Tensor  # float64 [T]
-    l_plus_T: Tensor  # bool [T]
-    l_minus_T: Tensor  # bool [T]
-    entropy: float  # mean over T, nats: what the gate was moved by
-    gate: GateState  # after this batch's entropy; what omega was made with
+    sets: TokenSets  # bool [T] each
+    acting: Mapping[str, Controller]  # by scenario, what omega was made with
+    controllers: Mapping[str, Controller]  # by scenario, for the next batch: the same, unless logprobs were reused
+    scenarios: Mapping[str, ScenarioView]  # empty before a reused batch is observed
 
     @property
     def num_tokens(self) -> int:
         return self.coefficient_T.numel()
+
+    def statistics(self, tokens: slice) -> TokenStatistics:
+        """Of a part of the tokens, as they were scored; only where they were."""
+        assert self.entropy_T is not None, "nothing was measured"
+        assert self.phi_T is not None, "nothing was measured"
+        return TokenStatistics(self.logp_old_T[tokens], self.entropy_T[tokens], self.phi_T[tokens])
+
+    @property
+    def relative_advantage_T(self) -> Tensor:
+        """float64 [T], A times the token's share times T: what A counts in the objective, A itself in token-mean."""
+        return self.advantage_T * (self.scale_T * self.num_tokens)
+
+    @property
+    def entropy(self) -> float | None:
+        """Mean over T, nats; None where it is not known."""
+        return None if self.entropy_T is None or not self.num_tokens else float(self.entropy_T.double().mean())
 
 
 def update_batch(trajectories: Sequence[Trajectory], *, divide_by_std: bool = True) -> UpdateBatch:
@@ -83,77 +149,215 @@ def update_batch(trajectories: Sequence[Trajectory], *, divide_by_std: bool = Tr
     )
 
 
+def mini_batches(batch: UpdateBatch, count: int) -> list[tuple[UpdateBatch, slice]]:
+    """The batch as at most ``count`` parts of whole groups in their order, each with its place among the T tokens.
+
+    As even in groups as can be; every trajectory is in exactly one part.
+    """
+    groups = list(dict.fromkeys(t.group for t in batch.trajectories))
+    bounds = [round(i * len(groups) / count) for i in range(count + 1)]
+    parts: list[tuple[UpdateBatch, slice]] = []
+    row = token = 0
+    for start, end in pairwise(bounds):
+        chosen = set(groups[start:end])
+        if not chosen:
+            continue
+        last_row = row + sum(t.group in chosen for t in batch.trajectories)
+        part = UpdateBatch(
+            trajectories=batch.trajectories[row:last_row],
+            sequences=batch.sequences[row:last_row],
+            advantage_B=batch.advantage_B[row:last_row],
+        )
+        parts.append((part, slice(token, token + part.num_tokens)))
+        row, token = last_row, token + part.num_tokens
+    return parts
+
+
+def frozen_coefficients(plan: Plan, part: UpdateBatch, tokens: slice, loss_mode: LossMode) -> Tensor:
+    """float32 coefficients of one mini-batch: omega as planned for the batch, normalised by the part's own tokens."""
+    counts_B = part.num_tokens_B
+    scale_T = torch.repeat_interleave(token_scale(counts_B, loss_mode), counts_B)
+    return (plan.omega_T[tokens] * plan.advantage_T[tokens] * scale_T).float()
+
+
 def make_plan(
     batch: UpdateBatch,
     statistics_T: TokenStatistics,
-    gate: GateState,
-    controller: ControllerConfig,
+    controllers: Mapping[str, Controller],
+    options: PlanOptions,
     *,
-    variant: Variant,
-    fraction: float,
-    loss_mode: LossMode = "token-mean",
-    selection: Selection = "batch",
     micro_batches: Sequence[MicroBatch] = (),
+    steer: bool = True,
 ) -> Plan:
     """Gate, omega and coefficients of one update from the score pass over its whole batch.
 
     Args:
         batch: trajectories and advantages.
         statistics_T: logprob, entropy and Phi of every sampled token under the weights before the update.
-        gate: state before this batch; the batch's own entropy moves it first (as in the reference).
-        controller: its set-point and schedule.
-        variant: which sets carry a weight.
-        fraction: P.
-        loss_mode: the normaliser.
-        selection: ``batch``, or ``per_micro_batch`` as negative control.
+        controllers: by scenario, as they were before this batch; its own entropy moves them first (as in the
+            reference).
+        options: of the selection and the loss.
         micro_batches: of all ranks; only read by ``per_micro_batch``.
+        steer: False leaves the controllers as they are (a mini-batch that is planned again).
 
     Raises:
         ValueError: a logprob or entropy of the score pass is not finite.
     """
-    logp_T, entropy_T = statistics_T.logp.float().cpu(), statistics_T.entropy.float().cpu()
+    logp_T, entropy_T, phi_T = (column.float().cpu() for column in statistics_T)
     if not (torch.isfinite(logp_T).all() and torch.isfinite(entropy_T).all()):
         raise ValueError("the score pass returned a non-finite logprob or entropy: the weights are broken")
-    mean_entropy = float(entropy_T.double().mean())
-    gate = update_gate(gate, mean_entropy, controller)
-    row_T = torch.repeat_interleave(torch.arange(len(batch.sequences)), batch.num_tokens_B)
-    advantage_T = batch.advantage_B[row_T]
-    scale_T = token_scale(batch.num_tokens_B, loss_mode)[row_T]
+    score_T = {"surprisal": -logp_T, "phi": phi_T, "entropy": entropy_T}[options.selector]
+    plan = _unweighted(batch, score_T, logp_T, controllers, options, micro_batches)
+    plan = replace(plan, entropy_T=entropy_T, phi_T=phi_T)
+    if steer:
+        plan = _steered(batch, plan, options)
+    return _weighted(batch, plan, options)
 
-    omega_T = torch.ones_like(advantage_T)
-    l_plus_T = torch.zeros_like(row_T, dtype=torch.bool)
-    l_minus_T = torch.zeros_like(l_plus_T)
-    for tokens in _selection_scopes(selection, micro_batches, len(row_T)):
-        weights = token_weights(
-            -logp_T.double()[tokens],
-            advantage_T[tokens],
-            gate_on=gate.gate_on,
-            amplify=gate.amplify,
-            attenuate=gate.attenuate,
-            fraction=fraction,
-            variant=variant,
-        )
-        omega_T[tokens] = weights.omega_T
-        l_plus_T[tokens], l_minus_T[tokens] = weights.l_plus_T, weights.l_minus_T
-        if selection == "per_micro_batch":
-            # The reference averages over the tokens of a micro-batch and weighs it by its share of the sequences.
-            share = len(set(row_T[tokens].tolist())) / len(batch.sequences)
-            scale_T[tokens] = share / len(tokens)
+
+def plan_from_sampler(batch: UpdateBatch, controllers: Mapping[str, Controller], options: PlanOptions) -> Plan:
+    """The plan without a score pass: the sampler's logprobs, and controllers that the step before has moved.
+
+    Call ``observe`` with what the update's own forward saw, to move them for the next step.
+    """
+    logp_T = batch.sampler_logp_T
+    if not torch.isfinite(logp_T).all():
+        raise ValueError("the engine returned a non-finite logprob")
+    plan = _unweighted(batch, -logp_T, logp_T, controllers, options, ())
+    return _weighted(batch, plan, options)
+
+
+def observe(batch: UpdateBatch, plan: Plan, statistics_T: TokenStatistics, options: PlanOptions) -> Plan:
+    """A reused plan with the entropy and Phi that the update's own forward measured; controllers moved by them.
+
+    Raises:
+        ValueError: an entropy is not finite.
+    """
+    entropy_T, phi_T = statistics_T.entropy.float().cpu(), statistics_T.phi.float().cpu()
+    if not torch.isfinite(entropy_T).all():
+        raise ValueError("the update's forward returned a non-finite entropy: the weights are broken")
+    return _steered(batch, replace(plan, entropy_T=entropy_T, phi_T=phi_T), options)
+
+
+def _unweighted(
+    batch: UpdateBatch,
+    score_T: Tensor,
+    logp_T: Tensor,
+    controllers: Mapping[str, Controller],
+    options: PlanOptions,
+    micro_batches: Sequence[MicroBatch],
+) -> Plan:
+    """The chosen sets, with omega 1 everywhere."""
+    counts_B = batch.num_tokens_B
+    advantage_T = torch.repeat_interleave(batch.advantage_B, counts_B)
+    scale_T = torch.repeat_interleave(token_scale(counts_B, options.loss_mode), counts_B)
+    if options.selection == "batch":
+        sets = token_sets(score_T, advantage_T, options.fraction)
+    else:
+        sets = _sets_per_micro_batch(score_T, advantage_T, options.fraction, micro_batches)
+        _scale_per_micro_batch(scale_T, counts_B, micro_batches)
     return Plan(
-        coefficient_T=(omega_T * advantage_T * scale_T).float(),
+        coefficient_T=(advantage_T * scale_T).float(),
         logp_old_T=logp_T,
-        entropy_T=entropy_T,
-        phi_T=statistics_T.phi.float().cpu(),
+        entropy_T=None,
+        phi_T=None,
         advantage_T=advantage_T,
-        omega_T=omega_T,
-        l_plus_T=l_plus_T,
-        l_minus_T=l_minus_T,
-        entropy=mean_entropy,
-        gate=gate,
+        scale_T=scale_T,
+        omega_T=torch.ones_like(advantage_T),
+        sets=sets,
+        acting=dict(controllers),
+        controllers=dict(controllers),
+        scenarios={},
     )
 
 
-def _selection_scopes(selection: Selection, micro_batches: Sequence[MicroBatch], num_tokens: int) -> list[Tensor]:
-    if selection == "batch":
-        return [torch.arange(num_tokens)]
+def _steered(batch: UpdateBatch, plan: Plan, options: PlanOptions) -> Plan:
+    """Each scenario's controller moved by the entropy, Lambda and Gamma of its own tokens."""
+    assert plan.entropy_T is not None, "nothing was measured"
+    assert plan.phi_T is not None, "nothing was measured"
+    controllers: dict[str, Controller] = {}
+    views: dict[str, ScenarioView] = {}
+    advantage_T = plan.relative_advantage_T
+    for name, tokens in _scenario_tokens(batch, plan.controllers).items():
+        controller = plan.controllers[name]
+        entropy_T = plan.entropy_T[tokens]
+        gate_T = _token_gate(batch, entropy_T, tokens, controller, options)
+        sets = _part(plan.sets, tokens)
+        dynamics = entropy_dynamics(advantage_T[tokens], plan.phi_T[tokens], sets, options.variant, gate=gate_T)
+        entropy = float(entropy_T.double().mean()) if len(entropy_T) else None
+        views[name] = ScenarioView(num_tokens=len(entropy_T), entropy=entropy, dynamics=dynamics)
+        controllers[name] = controller.update(entropy, dynamics)
+    return replace(plan, controllers=controllers, scenarios=views)
+
+
+def _weighted(batch: UpdateBatch, plan: Plan, options: PlanOptions) -> Plan:
+    """omega by each scenario's controller, folded into the coefficients."""
+    omega_T = torch.ones_like(plan.advantage_T)
+    for name, tokens in _scenario_tokens(batch, plan.controllers).items():
+        controller = plan.controllers[name]
+        gate: bool | Tensor = controller.gate_on
+        if plan.entropy_T is not None:
+            gate_T = _token_gate(batch, plan.entropy_T[tokens], tokens, controller, options)
+            gate = controller.gate_on if gate_T is None else gate_T
+        omega_T[tokens] = omega(
+            _part(plan.sets, tokens),
+            options.variant,
+            gate=gate,
+            amplify=controller.amplify,
+            attenuate=controller.attenuate,
+            dtype=torch.float64,
+        )
+    coefficient_T = (omega_T * plan.advantage_T * plan.scale_T).float()
+    return replace(plan, coefficient_T=coefficient_T, omega_T=omega_T, acting=plan.controllers)
+
+
+def _scenario_tokens(batch: UpdateBatch, controllers: Mapping[str, Controller]) -> dict[str, slice | Tensor]:
+    """The tokens of each controller: all of them where there is one."""
+    if len(controllers) == 1:
+        return {name: slice(None) for name in controllers}
+    names = [str(t.task.meta.get("scenario", DEFAULT_SCENARIO)) for t in batch.trajectories]
+    order = list(controllers)
+    number_B = torch.tensor([order.index(n if n in controllers else DEFAULT_SCENARIO) for n in names])
+    number_T = torch.repeat_interleave(number_B, batch.num_tokens_B)
+    return {name: (number_T == number).nonzero().flatten() for number, name in enumerate(order)}
+
+
+def _token_gate(
+    batch: UpdateBatch, entropy_T: Tensor, tokens: slice | Tensor, controller: Controller, options: PlanOptions
+) -> Tensor | None:
+    """The gate of each of ``tokens``, or None for the gate per batch, which is the controller's own."""
+    if options.granularity == "batch":
+        return None
+    row_T = torch.repeat_interleave(torch.arange(len(batch.sequences)), batch.num_tokens_B)[tokens]
+    return token_gate(entropy_T, controller.config.target_entropy, options.granularity, row_T)
+
+
+def _part(sets: TokenSets, tokens: slice | Tensor) -> TokenSets:
+    return TokenSets(
+        plus_T=sets.plus_T[tokens],
+        minus_T=sets.minus_T[tokens],
+        l_plus_T=sets.l_plus_T[tokens],
+        l_minus_T=sets.l_minus_T[tokens],
+    )
+
+
+def _sets_per_micro_batch(
+    score_T: Tensor, advantage_T: Tensor, fraction: float, micro_batches: Sequence[MicroBatch]
+) -> TokenSets:
+    l_plus_T = torch.zeros_like(advantage_T, dtype=torch.bool)
+    l_minus_T = torch.zeros_like(l_plus_T)
+    for tokens in _scopes(micro_batches):
+        part = token_sets(score_T[tokens], advantage_T[tokens], fraction)
+        l_plus_T[tokens], l_minus_T[tokens] = part.l_plus_T, part.l_minus_T
+    return TokenSets(plus_T=advantage_T > 0, minus_T=advantage_T < 0, l_plus_T=l_plus_T, l_minus_T=l_minus_T)
+
+
+def _scale_per_micro_batch(scale_T: Tensor, counts_B: Tensor, micro_batches: Sequence[MicroBatch]) -> None:
+    """In place: the reference averages over the tokens of a micro-batch and weighs it by its share of sequences."""
+    row_T = torch.repeat_interleave(torch.arange(len(counts_B)), counts_B)
+    for tokens in _scopes(micro_batches):
+        share = len(set(row_T[tokens].tolist())) / len(counts_B)
+        scale_T[tokens] = share / len(tokens)
+
+
+def _scopes(micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
     return [micro_batch.origin for micro_batch in micro_batches if not micro_batch.is_pad]

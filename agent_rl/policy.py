@@ -49,10 +49,15 @@ class Policy(nn.Module):
 
     def _chunk(self, hidden: Tensor, target: Tensor, statistics: bool) -> TokenStatistics:
         logits = self.model.get_output_embeddings()(hidden).float() / self.temperature
-        if statistics:
+        if statistics and not torch.is_grad_enabled():
             return token_statistics(logits, target)
-        logp = torch.log_softmax(logits, dim=-1).gather(-1, target[:, None]).squeeze(-1)
-        return TokenStatistics(logp, logp.new_empty(0), logp.new_empty(0))
+        logp_V = torch.log_softmax(logits, dim=-1)
+        logp = logp_V.gather(-1, target[:, None]).squeeze(-1)
+        if not statistics:
+            return TokenStatistics(logp, logp.new_empty(0), logp.new_empty(0))
+        with torch.no_grad():  # last: what backward recomputes stops before
+            _, entropy, phi = token_statistics(logits, target)
+        return TokenStatistics(logp, entropy, phi)
 
 
 @torch.no_grad()

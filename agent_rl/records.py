@@ -10,17 +10,17 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from agent_rl.learner import StepReport
-from agent_rl.plan import Plan, UpdateBatch
+from agent_rl.plan import DEFAULT_SCENARIO, Plan, UpdateBatch
 from agent_rl.types import Trajectory
+from stare import most_chosen, quadrants, selection_report
 
-Row = dict[str, float | int | bool | None]
+Row = dict[str, Any]
+"""Metric name -> number, flag, None where unknown, or (``chosen_tokens`` alone) a list."""
 
 
 def rollout_metrics(
@@ -54,25 +54,77 @@ def rollout_metrics(
     return row
 
 
-def update_metrics(plan: Plan, report: StepReport | None, sampler_logprob_T: torch.Tensor) -> Row:
-    """What the update was; ``report`` is None where no group had a difference inside and nothing was learned."""
-    gap = (sampler_logprob_T - plan.logp_old_T).abs()
-    weight = (plan.omega_T * plan.advantage_T).float()
+def update_metrics(
+    plan: Plan,
+    batch: UpdateBatch,
+    report: StepReport | None,
+    *,
+    entropy_change: float | None = None,
+    decode: Callable[[int], str] = str,
+) -> Row:
+    """What the update was; ``report`` is None where no group had a difference inside and nothing was learned.
+
+    With more scenarios than one, ``gate``, ``W``, ``M``, ``entropy``, ``tracking_error`` and ``W_critical`` of each
+    follow as ``gate/NAME`` and so on; without a name they are those of the default scenario, the entropy that of all.
+    """
+    learner_logp_T = plan.logp_old_T if report is None or report.statistics is None else report.statistics.logp
+    gap = (batch.sampler_logp_T - learner_logp_T).abs()
     return {
         "entropy": plan.entropy,  # nats, mean over the sampled tokens of the update batch
-        "gate": plan.gate.gate_on,
-        "W": plan.gate.amplify,
-        "M": plan.gate.attenuate,
-        "l_plus": int(plan.l_plus_T.sum()),
-        "l_minus": int(plan.l_minus_T.sum()),
+        **_controller_metrics(plan),
+        "l_plus": int(plan.sets.l_plus_T.sum()),
+        "l_minus": int(plan.sets.l_minus_T.sum()),
+        "weighted": float((plan.omega_T != 1).double().mean()),  # share of tokens with omega other than 1
         "tokens_trained": plan.num_tokens if report else 0,  # N
-        "entropy_drift": float((weight * plan.phi_T).mean()),  # predicted dH per unit of logit step
+        "optimizer_steps": report.num_steps if report else 0,
+        **_entropy_metrics(plan),
+        "entropy_change": entropy_change,  # measured on the same batch after the update (stare.remeasure), nats
+        "chosen_tokens": [  # of L+, text and count, the ten most frequent
+            (decode(token), count) for token, count in most_chosen(batch.token_T, plan.sets.l_plus_T)
+        ],
         "loss": report.loss if report else None,
         "clip_fraction": report.clip_fraction if report else None,
         "grad_norm": report.grad_norm if report else None,
         "lr": report.lr if report else None,
         "logprob_gap_mean": float(gap.mean()),  # |sampler - learner|, nats
         "logprob_gap_max": float(gap.max()),
+    }
+
+
+def _controller_metrics(plan: Plan) -> Row:
+    row: Row = {}
+    for name, controller in plan.acting.items():
+        suffix = "" if name == DEFAULT_SCENARIO else f"/{name}"
+        view = plan.scenarios[name]
+        target = controller.config.target_entropy
+        row |= {
+            f"gate{suffix}": controller.gate_on,
+            f"W{suffix}": controller.amplify,
+            f"M{suffix}": controller.attenuate,
+            # W*: at which the predicted drift of this batch is zero; None where the weights have no leverage
+            f"W_critical{suffix}": view.dynamics.critical_weight,
+            f"tracking_error{suffix}": None if view.entropy is None else view.entropy - target,  # nats
+        }
+        if suffix:
+            row[f"entropy{suffix}"] = view.entropy
+    return row
+
+
+def _entropy_metrics(plan: Plan) -> Row:
+    """First-order predictions; ``entropy_drift`` is the sum of the four quadrants' and per unit of logit step."""
+    assert plan.entropy_T is not None
+    assert plan.phi_T is not None
+    weight_T = plan.relative_advantage_T * plan.omega_T
+    parts = quadrants(weight_T, plan.phi_T)
+    chosen = selection_report(plan.sets, plan.entropy_T, plan.phi_T)
+    row: Row = {"entropy_drift": sum(part.drift for part in parts.values())}
+    for name, part in parts.items():
+        row[f"quadrant/{name}/share"] = part.share  # of all sampled tokens
+        row[f"quadrant/{name}/drift"] = part.drift
+    return row | {
+        "l_plus_rising": chosen.l_plus_rising,  # share of L+ with Phi > 0
+        "l_minus_falling": chosen.l_minus_falling,  # share of L- with Phi > 0
+        "overlap_80_20": chosen.high_entropy,  # share of L+ and L- among the 20 % of highest entropy
     }
 
 
@@ -123,7 +175,7 @@ class RunRecords:
         _append(self._trajectories, trajectories)
         _append(self._metrics, [{"step": step, **clean}])
         for name, value in clean.items():
-            if value is not None:
+            if isinstance(value, int | float):
                 self._tensorboard.add_scalar(name, float(value), step)  # type: ignore[no-untyped-call]
         self._tensorboard.flush()  # type: ignore[no-untyped-call]
 

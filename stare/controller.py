@@ -11,8 +11,8 @@ For ``fixed`` and ``adaptive`` the gate is on below the target (with hysteresis:
 ``target + h``, unchanged between). ``pi`` and ``model`` need no gate: what holds entropy at its target is a weight
 somewhat above 1, which a gate would switch off there; their gate is on whenever u > 0.
 
-Rules: a batch without tokens and a non-finite entropy leave the whole state as it was. ``model`` keeps the last known W*
-where this batch gives none (no leverage, no diagnostics). The integral stands still while the weight is at the bound
+Rules: a batch without tokens and a non-finite entropy leave the whole state as it was. ``model`` keeps the last known
+W* where this batch gives none (no leverage, no diagnostics). The integral stands still while the weight is at the bound
 that it pushes against.
 """
 

@@ -89,9 +89,7 @@ def entropy_dynamics(
         sums.append(total)
     sums.append(pull_T.new_tensor(float(pull_T.numel())))
     residual, amplified, attenuated, num_tokens = all_reduce(torch.stack(sums), group).tolist()
-    return EntropyDynamics(
-        residual=residual, amplified=amplified, attenuated=attenuated, num_tokens=round(num_tokens)
-    )
+    return EntropyDynamics(residual=residual, amplified=amplified, attenuated=attenuated, num_tokens=round(num_tokens))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +100,7 @@ class Quadrant:
     drift: float  # its part of the predicted change of mean entropy, nats per unit of logit step
 
 
-def quadrants(
-    weight_T: Tensor, phi_T: Tensor, *, group: ProcessGroup | None = None
-) -> Mapping[str, Quadrant]:
+def quadrants(weight_T: Tensor, phi_T: Tensor, *, group: ProcessGroup | None = None) -> Mapping[str, Quadrant]:
     """Share and weight of the four quadrants (arXiv 2606.19236, Sec. 3.2); the drifts add up to the whole.
 
     A surprisal is above its critical value exactly where Phi > 0, so no s* has to be solved for.
@@ -162,9 +158,7 @@ def selection_report(
         place_T: as in ``top_fraction``.
         group: as in ``top_fraction``.
     """
-    forking_T = top_fraction(
-        entropy_T, torch.ones_like(sets.plus_T), ENTROPY_SHARE, place_T=place_T, group=group
-    )
+    forking_T = top_fraction(entropy_T, torch.ones_like(sets.plus_T), ENTROPY_SHARE, place_T=place_T, group=group)
     chosen_T = sets.l_plus_T | sets.l_minus_T
     counts = [
         (sets.l_plus_T & (phi_T > 0)).sum(),

@@ -1,4 +1,4 @@
-"""Which tokens STARE reweights and by how much, chosen once over the whole update batch (arXiv 2606.19236, Sec. 4.1-4.2).
+"""Which tokens STARE reweights and by how much, chosen once for the whole batch (arXiv 2606.19236, Sec. 4.1-4.2).
 
 The public reference ranks inside every micro-batch of every rank, so that its choice depends on how the batch was cut.
 Here the functions take all sampled tokens of the batch at once (or this rank's, with ``group``): T is their number.
@@ -188,7 +188,5 @@ def token_weights(
         group: as in ``top_fraction``.
     """
     sets = token_sets(surprisal_T, advantage_T, fraction, place_T=place_T, group=group)
-    omega_T = omega(
-        sets, variant, gate=gate_on, amplify=amplify, attenuate=attenuate, dtype=surprisal_T.dtype
-    )
+    omega_T = omega(sets, variant, gate=gate_on, amplify=amplify, attenuate=attenuate, dtype=surprisal_T.dtype)
     return TokenWeights(omega_T=omega_T, l_plus_T=sets.l_plus_T, l_minus_T=sets.l_minus_T)

@@ -15,10 +15,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agent_rl.config import LearnerConfig
 from agent_rl.learner import Learner
-from agent_rl.plan import UpdateBatch, make_plan, update_batch
+from agent_rl.plan import PlanOptions, UpdateBatch, make_plan, update_batch
 from agent_rl.types import Trajectory
 from envs.types import Failure, Task
-from stare import ControllerConfig, GateState
+from stare import Controller, ControllerConfig
 
 VOCABULARY = 97
 CONTROLLER = ControllerConfig(target_entropy=100.0, amplify=1.5, attenuate=0.5)  # gate on
@@ -98,11 +98,8 @@ def one_case(batch: UpdateBatch, layout: str, size: int | None, stage: int, sele
     plan = make_plan(
         batch,
         statistics,
-        GateState.initial(CONTROLLER),
-        CONTROLLER,
-        variant="C2",
-        fraction=FRACTION,
-        selection=selection,  # type: ignore[arg-type]
+        {"default": Controller.start(CONTROLLER)},
+        PlanOptions(variant="C2", fraction=FRACTION, selection=selection),  # type: ignore[arg-type]
         micro_batches=[m for of_rank in micro_batches for m in of_rank],
     )
     # An older policy, so that ratios differ from 1 and some are clipped.
@@ -114,8 +111,8 @@ def one_case(batch: UpdateBatch, layout: str, size: int | None, stage: int, sele
     learner.close()
     return {
         "case": (layout, size, stage, selection),
-        "l_plus": plan.l_plus_T.nonzero().flatten().tolist(),
-        "l_minus": plan.l_minus_T.nonzero().flatten().tolist(),
+        "l_plus": plan.sets.l_plus_T.nonzero().flatten().tolist(),
+        "l_minus": plan.sets.l_minus_T.nonzero().flatten().tolist(),
         "num_tokens": plan.num_tokens,
         "entropy": plan.entropy,
         "loss": report.loss,

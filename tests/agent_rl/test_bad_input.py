@@ -46,6 +46,10 @@ def refused(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[
         (["quickstart", "--model.path", "/no/such/folder"], "model.path = '/no/such/folder': no such folder"),
         (["quickstart", "--rollout.max_episode_tokens", "5000"], "is above engine.max_model_len"),
         (["quickstart", "--name", "../x"], "name = '../x'"),
+        (["quickstart", "--stare.variant", "O5"], "stare.variant = 'O5'"),
+        (["quickstart", "--stare.score", "reuse", "--stare.selector", "phi"], "stare: score 'reuse' knows surprisals"),
+        (["quickstart", "--stare.controller", "pi", "--stare.target_entropy", "0"], "target_entropy must be above 0"),
+        (["quickstart", "--stare.gate", "token", "--stare.hysteresis", "0.1"], "a token has no memory"),
         (["smollm2-gsm8k", "--task.options.path", "/no/rows.jsonl"], "'/no/rows.jsonl' does not exist"),
     ],
 )

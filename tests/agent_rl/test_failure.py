@@ -18,7 +18,7 @@ from agent_rl.codec import ChatCodec
 from agent_rl.collect import Collector
 from agent_rl.config import RolloutConfig
 from agent_rl.engines.base import EngineFailure
-from agent_rl.plan import make_plan, update_batch
+from agent_rl.plan import PlanOptions, make_plan, update_batch
 from agent_rl.rollout import Place, TooManyFailures, run_episode
 from agent_rl.setup import Setup
 from agent_rl.types import Trajectory
@@ -27,7 +27,7 @@ from envs.grader import Grader, GraderFailure
 from sandboxes import SandboxSpec
 from sandboxes.container import DockerSandbox
 from sandboxes.local import LocalSandbox
-from stare import ControllerConfig, GateState, TokenStatistics
+from stare import Controller, ControllerConfig, TokenStatistics
 
 CONFIG = RolloutConfig(max_tokens=60, max_episode_tokens=400, group=2, max_refills=0)
 SLOW = "import time; print('on my way', flush=True); time.sleep(30)"
@@ -176,16 +176,16 @@ def test_void_rows_leave_no_trace_in_the_plan(setup: Setup) -> None:
     plans = []
     for trajectories in (everyone, scored):
         batch = update_batch(trajectories)
-        controller = ControllerConfig(target_entropy=9.0)
-        count = int(batch.num_tokens_B.sum())
-        plans.append(
-            make_plan(batch, statistics(count), GateState.initial(controller), controller, variant="C2", fraction=0.2)
-        )
+        controllers = {"default": Controller.start(ControllerConfig(target_entropy=9.0))}
+        options = PlanOptions(variant="C2", fraction=0.2)
+        plans.append(make_plan(batch, statistics(batch.num_tokens), controllers, options))
         assert {t.group for t in batch.trajectories} == {0, 1}  # a lone survivor has nothing to be compared with
-    for name in ("coefficient_T", "advantage_T", "omega_T", "l_plus_T", "l_minus_T"):
+    for name in ("coefficient_T", "advantage_T", "omega_T"):
         assert torch.equal(getattr(plans[0], name), getattr(plans[1], name)), name
+    for name in ("l_plus_T", "l_minus_T"):
+        assert torch.equal(getattr(plans[0].sets, name), getattr(plans[1].sets, name)), name
     assert plans[0].entropy == plans[1].entropy
-    assert plans[0].gate == plans[1].gate
+    assert plans[0].controllers == plans[1].controllers
 
 
 async def test_lost_members_are_refilled_by_the_same_prompt(

@@ -15,13 +15,12 @@ import pytest
 import torch
 
 from stare import (
+    Controller,
     ControllerConfig,
-    GateState,
     group_advantage,
     surrogate_sum,
     token_scale,
     token_weights,
-    update_gate,
 )
 
 FOLDERS = [Path(__file__).parents[1] / "data" / "stare"]
@@ -86,10 +85,10 @@ def test_advantage_omega_loss_and_gradient_equal_the_reference(case: dict[str, A
 @pytest.mark.parametrize("case", TRACES)
 def test_gate_traces_equal_the_reference(case: dict[str, Any]) -> None:
     names = {"reweight_w": "amplify", "reweight_m": "attenuate", "w_max": "amplify_max", "m_min": "attenuate_min"}
-    config = ControllerConfig(**{names.get(key, key): value for key, value in case["params"].items()})
-    state = GateState.initial(config)
+    params = {names.get(key, key): value for key, value in case["params"].items() if key != "adaptive"}
+    state = Controller.start(ControllerConfig(kind="adaptive" if case["params"].get("adaptive") else "fixed", **params))
     for number, (entropy, expected) in enumerate(zip(case["entropy"], case["trace"], strict=True)):
-        state = update_gate(state, math.nan if entropy is None else entropy, config)
+        state = Controller.from_json(state.update(math.nan if entropy is None else entropy).to_json())
         assert [state.gate_on, round(state.amplify, 9), round(state.attenuate, 9)] == expected, number
 
 

@@ -1,4 +1,4 @@
-"""What must hold for every input: the identities of the entropy sensitivity, selection, advantage and gate."""
+"""What must hold for every input: the identities of the entropy sensitivity, selection, advantage and weights."""
 
 from __future__ import annotations
 
@@ -10,18 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stare import (
-    ControllerConfig,
-    GateState,
     group_advantage,
-    num_selected,
     predicted_entropy_change,
     sensitivity,
     surrogate_sum,
     token_scale,
     token_statistics,
     token_weights,
-    top_surprisal,
-    update_gate,
 )
 
 finite = st.floats(-8, 8, allow_nan=False, width=32)
@@ -82,29 +77,6 @@ def test_statistics_survive_masked_out_logits() -> None:
     assert stats.phi.item() == pytest.approx(0.0, abs=1e-7)
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=60), st.floats(0.01, 1.0))
-def test_selection_equals_a_full_sort_with_ties_to_the_earlier_token(
-    rows: list[tuple[int, bool]], fraction: float
-) -> None:
-    surprisal = torch.tensor([float(value) for value, _ in rows])
-    candidate = torch.tensor([flag for _, flag in rows])
-    chosen = top_surprisal(surprisal, candidate, fraction).nonzero().flatten().tolist()
-    ranked = sorted((i for i, (_, flag) in enumerate(rows) if flag), key=lambda i: (-rows[i][0], i))
-    assert chosen == sorted(ranked[: num_selected(len(ranked), fraction)])
-
-
-@pytest.mark.parametrize(
-    ("n", "fraction", "expected"), [(0, 0.1, 0), (1, 0.1, 1), (30, 0.1, 3), (31, 0.1, 4), (7, 1.0, 7)]
-)
-def test_selection_size_is_the_ceiling_without_rounding_surprises(n: int, fraction: float, expected: int) -> None:
-    assert num_selected(n, fraction) == expected
-
-
-def test_a_nan_surprisal_is_refused_not_ranked() -> None:
-    with pytest.raises(ValueError, match="NaN"):
-        top_surprisal(torch.tensor([1.0, math.nan]), torch.tensor([True, True]), 0.5)
-
-
 @settings(max_examples=50)
 @given(
     st.lists(st.tuples(finite, st.sampled_from([-1.0, 0.0, 1.0])), min_size=1, max_size=40),
@@ -163,21 +135,6 @@ def test_advantage_of_a_group_does_not_depend_on_other_groups() -> None:
 def test_an_unscored_reward_is_refused() -> None:
     with pytest.raises(ValueError, match="void"):
         group_advantage(torch.tensor([0.0, math.nan]), torch.tensor([0, 0]))
-
-
-@given(st.lists(st.one_of(st.none(), st.just(math.nan), st.floats(0, 5)), max_size=60))
-def test_controller_stays_in_bounds_and_ignores_unknown_entropy(entropies: list[float | None]) -> None:
-    config = ControllerConfig(adaptive=True, alpha=0.07)
-    state = GateState.initial(config)
-    for entropy in entropies:
-        before, state = state, update_gate(state, entropy, config)
-        assert 1.0 <= state.amplify <= config.amplify_max
-        assert config.attenuate_min <= state.attenuate <= 1.0
-        if entropy is None or math.isnan(entropy):
-            assert state == before
-        else:
-            assert state.gate_on == (entropy < config.target_entropy)
-            assert (state.amplify >= before.amplify) == (entropy <= config.target_entropy or before.amplify == 1.0)
 
 
 def test_unknown_loss_mode_is_named() -> None:

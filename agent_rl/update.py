@@ -1,0 +1,114 @@
+"""One update: score, plan, optimizer step or steps; the only place where the plan's coefficients meet a gradient.
+
+With ``mini_batches`` above 1 the batch is cut into parts of whole groups, one optimizer step each, every one normalised
+by its own tokens. ``frozen``: omega is the one planned for the whole batch. ``refreshed``: each part is planned on its
+own tokens, scored under the weights that it meets (one more forward of all parts but the first); the ratio's old
+logprobs and the controllers stay those of the batch. Either way nothing depends on micro-batches, packing or ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from agent_rl.config import RunConfig, StareConfig
+from agent_rl.learner import Learner, StepReport
+from agent_rl.pack import MicroBatch, SampledSequence
+from agent_rl.plan import (
+    DEFAULT_SCENARIO,
+    Plan,
+    UpdateBatch,
+    frozen_coefficients,
+    make_plan,
+    mini_batches,
+    observe,
+    plan_from_sampler,
+)
+from agent_rl.progress import Clock
+from agent_rl.records import Row, update_metrics
+from agent_rl.types import Trajectory
+from stare import Controller
+
+RankedBatches = Sequence[Sequence[MicroBatch]]
+
+
+def start_controllers(config: StareConfig) -> dict[str, Controller]:
+    """One for each scenario with a target of its own, and one for all others."""
+    names = [DEFAULT_SCENARIO, *(name for name in config.targets if name != DEFAULT_SCENARIO)]
+    return {name: Controller.start(config.controller_config(name)) for name in names}
+
+
+def update(
+    learner: Learner,
+    batch: UpdateBatch,
+    trajectories: Sequence[Trajectory],
+    controllers: Mapping[str, Controller],
+    config: RunConfig,
+    clock: Clock,
+    *,
+    decode: Callable[[int], str] = str,
+) -> tuple[Plan | None, Row]:
+    """Score, plan, step; the plan is None when nothing was measured, so that the controllers stay as they are.
+
+    Where no group has a difference inside there is nothing to learn, but the entropy is measured and moves the
+    controllers (``score = "reuse"`` measures nothing beside the update, so there they stay).
+
+    Args:
+        learner: whose weights change.
+        batch: what is learned from; empty where no group has a difference inside.
+        trajectories: all of the step.
+        controllers: by scenario.
+        config: of the run.
+        clock: takes the laps ``score`` and ``update``.
+        decode: text of a token id, for the record of the most chosen tokens.
+    """
+    stare = config.stare
+    learns = bool(batch.trajectories)
+    if not learns:
+        scored = [t for t in trajectories if not t.is_void and t.num_sampled]
+        batch = UpdateBatch(
+            trajectories=tuple(scored),
+            sequences=tuple(SampledSequence.of(t.token_ids, t.loss_mask) for t in scored),
+            advantage_B=torch.zeros(len(scored), dtype=torch.float64),
+        )
+    if not batch.trajectories or (stare.score == "reuse" and not learns):
+        return None, {}
+    packed = learner.pack(batch.sequences)
+    if stare.score == "reuse":
+        plan = plan_from_sampler(batch, controllers, stare.plan)
+    else:
+        statistics = learner.score(packed, batch.num_tokens)
+        flat = [micro_batch for of_rank in packed for micro_batch in of_rank]
+        plan = make_plan(batch, statistics, controllers, stare.plan, micro_batches=flat)
+    clock.lap("score")
+    report: StepReport | None = None
+    change: float | None = None
+    if learns:
+        report = _step(learner, batch, plan, packed, stare)
+        if report.statistics is not None:
+            plan = observe(batch, plan, report.statistics, stare.plan)
+        clock.lap("update")
+        if stare.remeasure and plan.entropy is not None:
+            change = float(learner.score(packed, batch.num_tokens).entropy.double().mean()) - plan.entropy
+            clock.lap("remeasure")
+    return plan, update_metrics(plan, batch, report, entropy_change=change, decode=decode)
+
+
+def _step(learner: Learner, batch: UpdateBatch, plan: Plan, packed: RankedBatches, config: StareConfig) -> StepReport:
+    """The optimizer step or steps of a plan; with ``reuse`` the report has the statistics of their forwards."""
+    wants_statistics = config.score == "reuse"
+    parts = mini_batches(batch, config.mini_batches)
+    if len(parts) == 1:
+        return learner.step(packed, plan.coefficient_T, plan.logp_old_T, statistics=wants_statistics)
+    reports: list[StepReport] = []
+    for number, (part, tokens) in enumerate(parts):
+        packed_part = learner.pack(part.sequences)
+        if config.refresh == "frozen":
+            coefficient_T = frozen_coefficients(plan, part, tokens, config.loss_mode)
+        else:
+            statistics = learner.score(packed_part, part.num_tokens) if number else plan.statistics(tokens)
+            coefficient_T = make_plan(part, statistics, plan.controllers, config.plan, steer=False).coefficient_T
+        old_T = plan.logp_old_T[tokens]
+        reports.append(learner.step(packed_part, coefficient_T, old_T, statistics=wants_statistics))
+    return StepReport.joined(reports, [part.num_tokens for part, _ in parts])
