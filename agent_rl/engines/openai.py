@@ -280,7 +280,7 @@ class Endpoint:
 
     async def _only_model(self) -> str:
         try:
-            listed: Any = await self._trying()(lambda: self._request("GET", "models"))
+            listed: Any = await self._trying()(self._request, "GET", "models")
             names = [str(entry["id"]) for entry in listed["data"]]
         except _Again as error:
             raise ConfigError(f"{self.url} does not answer: {error}") from None

@@ -242,8 +242,9 @@ def _dialect(settings: Settings, model: LocalModel | None) -> str:
         return "native"
     if model.dialect is not None:
         return model.dialect
-    template = model.folder / "chat_template.jinja"
-    guessed = guess_dialect(template.read_text(encoding="utf-8")) if template.is_file() else None
+    from agent_rl.models import chat_template  # here: see ``_player``
+
+    guessed = guess_dialect(chat_template(model.folder))
     return guessed.name if guessed else "hermes"
 
 

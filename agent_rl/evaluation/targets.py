@@ -72,7 +72,8 @@ def is_run(folder: Path) -> bool:
 def _ours(folder: Path, run: Path) -> LocalModel:
     dialect = None
     if is_run(run):
-        dialect = json.loads((run / "config.json").read_text())["task"].get("dialect")
+        told = json.loads((run / "config.json").read_text())["task"].get("dialect")
+        dialect = None if told == "auto" else told
     return LocalModel(folder=folder, fingerprint=fingerprint(folder), dialect=dialect)
 
 
