@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-import bm25s
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -35,6 +34,8 @@ class Index:
     """BM25 (``bm25s``, Lucene's form) over pages that are all in memory."""
 
     def __init__(self, pages: Sequence[Page]) -> None:
+        import bm25s  # here: it brings numba along
+
         self._pages = tuple(pages)
         words = [_words(f"{page.title} {page.text}") for page in pages]
         self._known = {word for of_page in words for word in of_page}

@@ -10,6 +10,7 @@ import asyncio
 import importlib.util
 import math
 import os
+import sys
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -238,6 +239,9 @@ def _environment(on_gpu: bool) -> Iterator[None]:
     if not on_gpu:
         for name, value in CPU_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+    if "llvmlite" in sys.modules:
+        # vLLM's process looks through every module that it inherits, and stumbles over objects of this one.
+        os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
     try:
         yield
     finally:
