@@ -87,7 +87,9 @@ async def _train(config: RunConfig, setup: Setup, console: Console) -> Path:
             trajectories = collected.trajectories
             clock.lap("rollout")
             batch = update_batch(trajectories, divide_by_std=config.stare.divide_by_std)
-            plan, row = update(learner, batch, trajectories, state.controllers, config, clock, decode=tokenizer.decode)
+            plan, row = update(
+                learner, batch, trajectories, state.controllers, config.stare, clock, decode=tokenizer.decode
+            )
             row |= {"canary_gap": await publisher.publish(step), "cursor": cursor}
             clock.lap("sync")
             controllers = dict(plan.controllers) if plan else state.controllers

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from agent_rl.config import RunConfig, StareConfig
+from agent_rl.config import StareConfig
 from agent_rl.learner import Learner, StepReport
 from agent_rl.pack import MicroBatch, SampledSequence
 from agent_rl.plan import (
@@ -44,7 +44,7 @@ def update(
     batch: UpdateBatch,
     trajectories: Sequence[Trajectory],
     controllers: Mapping[str, Controller],
-    config: RunConfig,
+    config: StareConfig,
     clock: Clock,
     *,
     decode: Callable[[int], str] = str,
@@ -59,11 +59,10 @@ def update(
         batch: what is learned from; empty where no group has a difference inside.
         trajectories: all of the step.
         controllers: by scenario.
-        config: of the run.
+        config: of the method.
         clock: takes the laps ``score`` and ``update``.
         decode: text of a token id, for the record of the most chosen tokens.
     """
-    stare = config.stare
     learns = bool(batch.trajectories)
     if not learns:
         scored = [t for t in trajectories if not t.is_void and t.num_sampled]
@@ -72,24 +71,24 @@ def update(
             sequences=tuple(SampledSequence.of(t.token_ids, t.loss_mask) for t in scored),
             advantage_B=torch.zeros(len(scored), dtype=torch.float64),
         )
-    if not batch.trajectories or (stare.score == "reuse" and not learns):
+    if not batch.trajectories or (config.score == "reuse" and not learns):
         return None, {}
     packed = learner.pack(batch.sequences)
-    if stare.score == "reuse":
-        plan = plan_from_sampler(batch, controllers, stare.plan)
+    if config.score == "reuse":
+        plan = plan_from_sampler(batch, controllers, config.plan)
     else:
         statistics = learner.score(packed, batch.num_tokens)
         flat = [micro_batch for of_rank in packed for micro_batch in of_rank]
-        plan = make_plan(batch, statistics, controllers, stare.plan, micro_batches=flat)
+        plan = make_plan(batch, statistics, controllers, config.plan, micro_batches=flat)
     clock.lap("score")
     report: StepReport | None = None
     change: float | None = None
     if learns:
-        report = _step(learner, batch, plan, packed, stare)
+        report = _step(learner, batch, plan, packed, config)
         if report.statistics is not None:
-            plan = observe(batch, plan, report.statistics, stare.plan)
+            plan = observe(batch, plan, report.statistics, config.plan)
         clock.lap("update")
-        if stare.remeasure and plan.entropy is not None:
+        if config.remeasure and plan.entropy is not None:
             change = float(learner.score(packed, batch.num_tokens).entropy.double().mean()) - plan.entropy
             clock.lap("remeasure")
     return plan, update_metrics(plan, batch, report, entropy_change=change, decode=decode)

@@ -13,16 +13,19 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from agent_rl.config import LearnerConfig
+from agent_rl.config import LearnerConfig, StareConfig
 from agent_rl.learner import Learner
 from agent_rl.plan import PlanOptions, UpdateBatch, make_plan, update_batch
+from agent_rl.progress import Clock
 from agent_rl.types import Trajectory
+from agent_rl.update import start_controllers, update
 from envs.types import Failure, Task
 from stare import Controller, ControllerConfig
 
 VOCABULARY = 97
 CONTROLLER = ControllerConfig(target_entropy=100.0, amplify=1.5, attenuate=0.5)  # gate on
 FRACTION = 0.2
+UPDATE_LR = 0.3  # so that the second of two steps meets other weights
 
 
 def make_model() -> Any:
@@ -124,14 +127,65 @@ def one_case(batch: UpdateBatch, layout: str, size: int | None, stage: int, sele
     }
 
 
-def main(out: str) -> None:
+def one_update(batch: UpdateBatch, mode: str, layout: str, size: int | None, stage: int) -> dict[str, Any]:
+    """A whole update by ``agent_rl.update``: two mini-batches frozen or refreshed, or one step on reused logprobs."""
+    learner_config = LearnerConfig(
+        zero_stage=stage,  # type: ignore[arg-type]
+        optimizer="sgd",
+        lr=UPDATE_LR,
+        grad_clip=1e9,
+        layout=layout,  # type: ignore[arg-type]
+        max_micro_sequences=size,
+        chunk_tokens=7,
+    )
+    learner = Learner(make_model(), learner_config, temperature=1.0)
+    if mode == "reuse":  # a sampler that agrees with the learner to the last bit
+        statistics = learner.score(learner.pack(batch.sequences), batch.num_tokens)
+        batch = with_sampler_logprobs(batch, statistics.logp)
+    config = StareConfig(
+        variant="C2",
+        fraction=FRACTION,
+        target_entropy=CONTROLLER.target_entropy,
+        amplify=CONTROLLER.amplify,
+        attenuate=CONTROLLER.attenuate,
+        score="reuse" if mode == "reuse" else "exact",
+        mini_batches=1 if mode == "reuse" else 2,
+        refresh="refreshed" if mode == "refreshed" else "frozen",
+        remeasure=True,
+    )
+    before = {name: tensor.clone() for name, tensor in learner.named_tensors()}
+    plan, row = update(learner, batch, (), start_controllers(config), config, Clock())
+    assert plan is not None
+    gradient = {name: (before[name] - tensor) / UPDATE_LR for name, tensor in learner.named_tensors()}
+    learner.close()
+    return {"case": (mode, layout, size, stage), "gradient": gradient, "row": row}
+
+
+def with_sampler_logprobs(batch: UpdateBatch, logp_T: torch.Tensor) -> UpdateBatch:
+    trajectories = []
+    parts = torch.split(logp_T, batch.num_tokens_B.tolist())
+    for trajectory, part in zip(batch.trajectories, parts, strict=True):
+        values = iter(part.tolist())
+        logprobs = tuple(next(values) if flag else 0.0 for flag in trajectory.loss_mask)
+        trajectories.append(replace(trajectory, logprobs=logprobs))
+    return replace(batch, trajectories=tuple(trajectories))
+
+
+def main(out: str, few: bool) -> None:
+    """``few``: a choice of cases, for as many ranks as make each of them slow."""
     batch = update_batch(make_trajectories())
     cases = [(*case, "batch") for case in product(("padded", "packed", "shared"), (1, 3, None), (0, 2))]
     cases += [("packed", None, 3, "batch"), ("padded", 1, 0, "per_micro_batch"), ("packed", 3, 2, "per_micro_batch")]
-    results = [one_case(batch, *case) for case in cases]
+    if few:
+        cases = [("padded", 1, 2, "batch"), ("packed", 3, 0, "batch"), ("shared", None, 3, "batch"), cases[-2]]
+    cuts = [("padded", 1, 2)] if few else [("padded", 1, 2), ("packed", None, 0), ("shared", 3, 2)]
+    results = {
+        "step": [one_case(batch, *case) for case in cases],
+        "update": [one_update(batch, mode, *cut) for mode in ("frozen", "refreshed", "reuse") for cut in cuts],
+    }
     if torch.distributed.get_rank() == 0:
         torch.save(results, out)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2:] == ["few"])

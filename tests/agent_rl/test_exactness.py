@@ -29,13 +29,16 @@ def load_worker() -> ModuleType:
     return module
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["1-rank", "2-ranks"])
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module", params=[1, 2, 4], ids=["1-rank", "2-ranks", "4-ranks"])
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[dict[str, Any]]]:
     out = tmp_path_factory.mktemp("exactness") / "results.pt"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={request.param}"]
-    done = subprocess.run([*launch, str(WORKER), str(out)], capture_output=True, text=True, timeout=300)
+    few = ["few"] if request.param == 4 else []
+    done = subprocess.run([*launch, str(WORKER), str(out), *few], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    loaded: list[dict[str, Any]] = torch.load(out, weights_only=False)
+    loaded: dict[str, list[dict[str, Any]]] = torch.load(out, weights_only=False)
     return loaded
 
 
@@ -92,8 +95,8 @@ def gradient_error(result: dict[str, Any], reference: dict[str, Any]) -> float:
     return (difference.norm() / torch.cat([g.flatten() for g in reference["gradient"].values()]).norm()).item()
 
 
-def test_update_is_the_same_for_every_cut(results: list[dict[str, Any]], reference: dict[str, Any]) -> None:
-    cuts = [result for result in results if result["case"][-1] == "batch"]
+def test_update_is_the_same_for_every_cut(results: dict[str, list[dict[str, Any]]], reference: dict[str, Any]) -> None:
+    cuts = [result for result in results["step"] if result["case"][-1] == "batch"]
     assert len({result["num_micro_batches"] for result in cuts}) >= 3  # the batch really was cut in different ways
     assert reference["clip_fraction"] > 0.05  # and the clip takes part
     slots = {layout: min(r["num_slots"] for r in cuts if r["case"][0] == layout) for layout in ("packed", "shared")}
@@ -112,10 +115,89 @@ def test_update_is_the_same_for_every_cut(results: list[dict[str, Any]], referen
 
 
 def test_the_public_references_selection_fails_the_same_comparison(
-    results: list[dict[str, Any]], reference: dict[str, Any]
+    results: dict[str, list[dict[str, Any]]], reference: dict[str, Any]
 ) -> None:
-    controls = [result for result in results if result["case"][-1] == "per_micro_batch"]
-    assert len(controls) == 2
+    controls = [result for result in results["step"] if result["case"][-1] == "per_micro_batch"]
+    assert controls
     for result in controls:
         assert result["l_plus"] != reference["l_plus"] or result["l_minus"] != reference["l_minus"], result["case"]
         assert gradient_error(result, reference) > 100 * TOLERANCE, result["case"]
+
+
+def updates_by_hand(mode: str) -> dict[str, torch.Tensor]:
+    """(Before - after) / lr of the same updates by the formulas: plain model, plain SGD, one trajectory at a time."""
+    worker = load_worker()
+    model = worker.make_model()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    kept = [t for t in worker.make_trajectories() if t.group < 2 and t.reward is not None]
+    parts = [kept] if mode == "reuse" else [[t for t in kept if t.group == group] for group in (0, 1)]
+    old: dict[int, torch.Tensor] = {id(t): logps_of(model, t).detach() for t in kept}
+    frozen = chosen_among(kept, old, worker.FRACTION)
+    for part in parts:
+        now = {id(t): logps_of(model, t) for t in part}
+        weights = chosen_among(part, now, worker.FRACTION) if mode == "refreshed" else frozen
+        loss = torch.zeros(())
+        for trajectory in part:
+            advantage = advantage_of(trajectory, kept)
+            for place, logp in enumerate(now[id(trajectory)]):
+                ratio = (logp - old[id(trajectory)][place]).exp()
+                objective = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+                if advantage < 0:
+                    objective = objective.clamp(min=10.0 * advantage)
+                loss = loss - weights.get((id(trajectory), place), 1.0) * objective
+        model.zero_grad()
+        (loss / sum(len(values) for values in now.values())).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= worker.UPDATE_LR * parameter.grad
+    return {name: (before[name] - p.detach()) / worker.UPDATE_LR for name, p in model.named_parameters()}
+
+
+def logps_of(model: Any, trajectory: Any) -> torch.Tensor:
+    distribution = torch.log_softmax(model(input_ids=torch.tensor([trajectory.token_ids])).logits[0], -1)
+    places = [i for i, flag in enumerate(trajectory.loss_mask) if flag]
+    return torch.stack([distribution[i - 1][trajectory.token_ids[i]] for i in places])
+
+
+def advantage_of(trajectory: Any, kept: list[Any]) -> float:
+    rewards = torch.tensor([t.reward for t in kept if t.group == trajectory.group], dtype=torch.float64)
+    return ((trajectory.reward - rewards.mean()) / (rewards.std() + 1e-6)).item()
+
+
+def chosen_among(
+    trajectories: list[Any], logps: dict[int, torch.Tensor], fraction: float
+) -> dict[tuple[int, int], float]:
+    """Weight by (trajectory, place) of variant C2 over all tokens of ``trajectories``."""
+    group_mates = load_worker().make_trajectories()
+    kept = [t for t in group_mates if t.group < 2 and t.reward is not None]
+    weights: dict[tuple[int, int], float] = {}
+    for sign, weight in ((1, 1.5), (-1, 0.5)):
+        side = [
+            (logp.item(), number, (id(t), place))
+            for number, t in enumerate(trajectories)
+            if advantage_of(t, kept) * sign > 0
+            for place, logp in enumerate(logps[id(t)])
+        ]
+        count = max(1, -int(-len(side) * fraction // 1))
+        weights |= {key: weight for _, _, key in sorted(side)[:count]}
+    return weights
+
+
+@pytest.mark.parametrize("mode", ["frozen", "refreshed", "reuse"])
+def test_whole_updates_are_those_made_by_hand(results: dict[str, list[dict[str, Any]]], mode: str) -> None:
+    """Two optimizer steps of one batch, with omega frozen or planned again, and one step on reused logprobs."""
+    expected = {"gradient": updates_by_hand(mode)}
+    found = [result for result in results["update"] if result["case"][0] == mode]
+    assert found
+    for result in found:
+        row = result["row"]
+        assert gradient_error(result, expected) < 10 * TOLERANCE, result["case"]  # the second step multiplies rounding
+        assert row["optimizer_steps"] == (1 if mode == "reuse" else 2)
+        assert row["logprob_gap_max"] < 1e-6 if mode == "reuse" else row["logprob_gap_max"] > 0
+        assert row["entropy_change"] != 0
+        assert row["gate"]
+
+
+def test_frozen_and_refreshed_are_not_the_same_update() -> None:
+    frozen, refreshed = updates_by_hand("frozen"), updates_by_hand("refreshed")
+    assert gradient_error({"gradient": frozen}, {"gradient": refreshed}) > 1e-3
