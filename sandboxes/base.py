@@ -16,7 +16,7 @@ Status = Literal["ok", "error", "timeout", "memory", "killed"]
 """``ok``: exit code 0; ``error``: it failed; ``timeout``: our deadline, of wall or processor time; ``memory``: its
 limit; ``killed``: a signal."""
 
-Kind = Literal["auto", "docker", "bwrap", "local"]
+Kind = Literal["auto", "docker", "bwrap", "local", "remote"]
 OnOutput = Callable[[Literal["stdout", "stderr"], bytes], None]
 """Told of output while the program runs: the first ``output_bytes`` bytes of each stream, in pieces as they come."""
 
@@ -93,6 +93,7 @@ class SandboxSpec(BaseModel):
     )
     image: str = Field("agent-rl-sandbox:latest", description="image of the docker backend")
     runtime: str | None = Field(None, description="OCI runtime of the docker backend, such as runsc (gVisor)")
+    hosts: tuple[str, ...] = Field((), description="services of the remote backend, such as http://box1:8088")
     timeout_s: float = Field(10.0, gt=0, description="wall-clock limit of one call")
     memory_mb: int = Field(512, ge=32, description="memory of one sandbox")
     pids: int = Field(128, ge=8, description="processes and threads of one sandbox")

@@ -23,6 +23,10 @@ def make_sandbox(spec: SandboxSpec) -> Sandbox:
         from sandboxes.local import LocalSandbox
 
         return LocalSandbox(spec)
+    if spec.kind == "remote":
+        from sandboxes.remote import RemoteSandbox
+
+        return RemoteSandbox(spec)
     raise ValueError(f"sandbox kind {spec.kind!r} is not resolved: call resolve(spec) first")
 
 
@@ -36,6 +40,11 @@ async def resolve(spec: SandboxSpec, warn: Callable[[str], None] | None = None) 
         SandboxUnavailable: a kind was demanded and cannot be had.
     """
     say = warn or (lambda line: print(line, file=sys.stderr))
+    if spec.kind == "remote":
+        from sandboxes.remote import check_hosts
+
+        await check_hosts(spec)
+        return spec
     kind: Kind = spec.kind
     reason = "as demanded"
     if kind in ("auto", "docker"):

@@ -1,14 +1,17 @@
-"""``agent-rl sandbox build | list | run | clean``."""
+"""``agent-rl sandbox build | list | run | clean | bench | serve``."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, get_args
 
-from sandboxes.base import ExecutionResult, SandboxFailure, SandboxSpec
+from sandboxes.base import PROFILES, ExecutionResult, Kind, SandboxFailure, SandboxSpec, SandboxUnavailable
+from sandboxes.wire import TOKEN_VARIABLE
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -34,8 +37,39 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     clean.add_argument("--all", action="store_true", help="those of living runs too")
     run = verb("run", "run a Python file in a sandbox", "agent-rl sandbox run script.py --kind docker", _run)
     run.add_argument("file", help="Python source, or - for standard input")
-    run.add_argument("--kind", choices=("auto", "docker", "local"), default="auto")
-    run.add_argument("--timeout", type=float, default=SandboxSpec().timeout_s, metavar="SECONDS")
+    run.add_argument("--language", default="python", help="python, or any interpreter in the sandbox, such as bash")
+    run.add_argument("--timeout", type=float, metavar="SECONDS", help="wall-clock limit, the profile's when not given")
+    bench = verb("bench", "time calls on this machine", "agent-rl sandbox bench --kind docker --size 4", _bench)
+    bench.add_argument("--calls", type=int, default=200, help="calls of each kind")
+    serve = verb(
+        "serve",
+        "offer sandboxes to other machines over HTTP",
+        "AGENT_RL_SANDBOX_TOKEN=secret agent-rl sandbox serve --bind 0.0.0.0:8088 --size 16",
+        _serve,
+    )
+    serve.add_argument(
+        "--bind", default="127.0.0.1:8088", metavar="HOST:PORT", help="where to listen; port 0: any free one"
+    )
+    serve.add_argument(
+        "--tokens", metavar="FILE", help=f"lines of client name and token; else the variable {TOKEN_VARIABLE}"
+    )
+    serve.add_argument(
+        "--per-client", type=int, default=16, help="sandboxes that one client holds or waits for at once"
+    )
+    serve.add_argument("--queue", type=int, default=256, help="requests that may wait for a sandbox; more get 429")
+    serve.add_argument("--idle", type=float, default=300.0, metavar="SECONDS", help="unused leases end")
+    serve.add_argument("--drain", type=float, default=30.0, metavar="SECONDS", help="what runs at SIGTERM may go on")
+    for one in (run, bench, serve):
+        one.add_argument("--kind", choices=get_args(Kind), default="auto")
+        one.add_argument("--profile", choices=tuple(PROFILES), default="default")
+        one.add_argument("--image", default=SandboxSpec().image, help="of the docker backend")
+        one.add_argument("--runtime", help="OCI runtime of the docker backend, such as runsc")
+    for one in (run, bench):
+        one.add_argument(
+            "--host", action="append", default=[], metavar="URL", help="of the remote backend; may be repeated"
+        )
+    for one in (bench, serve):
+        one.add_argument("--size", type=int, default=4, help="sandboxes at once")
 
 
 def _guarded(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
@@ -72,9 +106,20 @@ def _clean(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _spec(arguments: argparse.Namespace, **more: Any) -> SandboxSpec:
+    given = {
+        "kind": arguments.kind,
+        "profile": arguments.profile,
+        "image": arguments.image,
+        "runtime": arguments.runtime,
+    }
+    return SandboxSpec(**given, hosts=tuple(getattr(arguments, "host", ())), **more)
+
+
 def _run(arguments: argparse.Namespace) -> int:
     code = sys.stdin.read() if arguments.file == "-" else Path(arguments.file).read_text()
-    result = asyncio.run(_execute(code, SandboxSpec(kind=arguments.kind, timeout_s=arguments.timeout)))
+    more = {} if arguments.timeout is None else {"timeout_s": arguments.timeout}
+    result = asyncio.run(_execute(code, arguments.language, _spec(arguments, size=1, **more)))
     sys.stdout.write(result.stdout)
     sys.stderr.write(result.stderr)
     if result.status not in ("ok", "error"):
@@ -82,8 +127,56 @@ def _run(arguments: argparse.Namespace) -> int:
     return 1 if result.exit_code is None else result.exit_code
 
 
-async def _execute(code: str, spec: SandboxSpec) -> ExecutionResult:
+async def _execute(code: str, language: str, spec: SandboxSpec) -> ExecutionResult:
     from sandboxes import SandboxPool, resolve
 
     async with SandboxPool(await resolve(spec)) as pool, pool.lease() as box:
-        return await box.exec(code)
+        return await box.exec(code, language=language)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from sandboxes.bench import bench
+    from sandboxes.choose import resolve
+
+    async def run() -> None:
+        await bench(await resolve(_spec(arguments, size=arguments.size)), arguments.calls, print)
+
+    asyncio.run(run())
+    return 0
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    try:
+        from sandboxes.service import Service, ServiceLimits, serve
+    except ImportError as error:
+        raise SandboxUnavailable(f"{error}: pip install 'agent-rl[sandboxes]'") from None
+    from sandboxes import SandboxPool, resolve
+
+    host, _, port = arguments.bind.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"--bind {arguments.bind!r}: HOST:PORT, such as 127.0.0.1:8088")
+    tokens = _tokens(arguments.tokens)
+    limits = ServiceLimits(per_client=arguments.per_client, idle_s=arguments.idle, drain_s=arguments.drain)
+
+    async def run() -> None:
+        spec = await resolve(_spec(arguments, size=arguments.size, warm=arguments.size))
+        service = Service(SandboxPool(spec, max_waiting=arguments.queue), tokens, limits)
+        await serve(service, host, int(port), lambda line: print(line, flush=True))
+
+    asyncio.run(run())
+    return 0
+
+
+def _tokens(path: str | None) -> dict[str, str]:
+    """Client names by token."""
+    if path is None:
+        token = os.environ.get(TOKEN_VARIABLE)
+        if not token:
+            raise ValueError(
+                f"clients need a token: set {TOKEN_VARIABLE}, or give --tokens FILE with lines of NAME TOKEN"
+            )
+        return {token: "client"}
+    lines = [line.split() for line in Path(path).read_text().splitlines() if line.strip()]
+    if not lines or any(len(words) != 2 for words in lines):
+        raise ValueError(f"--tokens {path}: each line is a client's name and its token")
+    return {token: name for name, token in lines}

@@ -62,9 +62,9 @@ class WorkerLink:
 
     async def execute(self, request: dict[str, Any], on_output: OnOutput | None) -> ExecutionResult:
         """The result of a request made by ``request_of``."""
-        if len(request["code"]) > MAX_CODE_BYTES:
-            message = f"SyntaxError: the program has {len(request['code'])} characters, the limit is {MAX_CODE_BYTES}\n"
-            return ExecutionResult(stdout="", stderr=message, exit_code=1, status="error", isolated=self._isolated)
+        refusal = refused(request["code"], isolated=self._isolated)
+        if refusal is not None:
+            return refusal
         reply = await self._request({**request, "op": "exec"}, request["timeout_s"] + GRACE_S, on_output)
         if not reply["clean"]:
             self.broken = True  # the result is good, the sandbox is not
@@ -156,6 +156,21 @@ class WorkerSandbox:
         await self.link.reset()
 
 
+def refused(code: str, *, isolated: bool) -> ExecutionResult | None:
+    """The result of a source that is not sent anywhere: too long, or no text."""
+    message = ""
+    if len(code) > MAX_CODE_BYTES:
+        message = f"SyntaxError: the program has {len(code)} characters, the limit is {MAX_CODE_BYTES}\n"
+    else:
+        try:
+            code.encode()
+        except UnicodeEncodeError as error:
+            message = f"UnicodeEncodeError: {error}\n"
+    if not message:
+        return None
+    return ExecutionResult(stdout="", stderr=message, exit_code=1, status="error", isolated=isolated)
+
+
 def request_of(
     spec: SandboxSpec,
     code: str,
@@ -198,7 +213,7 @@ def request_of(
         "memory_mb": limits.memory_mb,
         "open_files": limits.open_files,
         "output_bytes": limits.output_bytes or spec.output_bytes,
-        "stdin": stdin or "",
+        "stdin": (stdin or "").encode("utf-8", "replace").decode(),
         "files": {name: base64.b64encode(data).decode() for name, data in (files or {}).items()},
         "environment": environment or {},
         "fetch": list(fetch),

@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 
 import pytest
+from sandbox_services import TOKEN, ServiceProcess
 
 from sandboxes import Sandbox, SandboxSpec, make_sandbox
 from sandboxes.contract import CHECKS, Check, check
 
 DOCKER = pytest.param("docker", marks=[pytest.mark.docker, pytest.mark.slow])
 BWRAP = pytest.param("bwrap", marks=[pytest.mark.bwrap])
+REMOTE_DOCKER = pytest.param("remote docker", marks=[pytest.mark.docker, pytest.mark.slow])
 
 
-@pytest.fixture(scope="module", params=["local", BWRAP, DOCKER])
+@pytest.fixture(scope="module", params=["local", BWRAP, DOCKER, "remote local", REMOTE_DOCKER])
 def running(request: pytest.FixtureRequest) -> Iterator[tuple[asyncio.Runner, Sandbox]]:
     """One sandbox for all checks, as a pool would use it."""
     with asyncio.Runner() as runner:
-        box = make_sandbox(SandboxSpec(kind=request.param, memory_mb=256, size=1))
+        kind, _, served = request.param.partition(" ")
+        service = ServiceProcess(kind=served) if served else None
+        if service is not None:
+            os.environ["AGENT_RL_SANDBOX_TOKEN"] = TOKEN
+            runner.run(service.__aenter__())
+        hosts = (service.url,) if service else ()
+        box = make_sandbox(SandboxSpec(kind=kind, hosts=hosts, memory_mb=256, size=1))
         runner.run(box.start())
         yield runner, box
         runner.run(box.close())
+        if service is not None:
+            service.process.terminate()
+            runner.run(service.process.wait())
 
 
 @pytest.mark.parametrize("one", CHECKS, ids=lambda one: one.__name__)
