@@ -99,6 +99,8 @@ class VllmEngine:
             "max_num_batched_tokens": max(BATCHED_TOKENS, max_model_len + max_num_seqs),
             "worker_extension_cls": "agent_rl.engines.vllm_worker.WorkerExtension",
             "disable_log_stats": True,
+            # Only whole blocks are found again in the prefix cache. vLLM's 128 on the CPU is more than most turns have.
+            "block_size": None if on_gpu else 32,
             "use_tqdm_on_load": False,
         }
         self._on_gpu = on_gpu

@@ -2,6 +2,7 @@
 
 SmolLM2-135M on vLLM. Every turn samples a fixed number of tokens (nothing stops it early), so all ways make the same
 tokens: the engine alone in one request a sequence, ours and the lock-step driver in three turns with a tool in between.
+Tools take 50 ms, or between 50 ms and 5 s with an evenly spread logarithm.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ async def main(arguments: argparse.Namespace) -> None:
     await engine.start()
     bench = Bench(engine, codec, arguments.sequences, arguments.tokens)
     rng = random.Random(0)
-    short, long = (lambda: 0.05), (lambda: rng.uniform(0.05, 5.0))
+    short, long = (lambda: 0.05), (lambda: 0.05 * 100 ** rng.random())
     ways: dict[str, Callable[[], Any]] = {
         "engine alone": bench.alone,
         "rollouts, 50 ms tools": lambda: bench.ours(short),
@@ -125,7 +126,7 @@ async def main(arguments: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sequences", type=int, default=16)
+    parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=32, help="of one turn")
     parser.add_argument("--rounds", type=int, default=3)
     asyncio.run(main(parser.parse_args()))
