@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agent_rl.config import ConfigError
+from agent_rl.entropy_report import entropy_table
 from agent_rl.records import read_rows
 
 SHOWN = (
@@ -42,6 +43,9 @@ def report(folder: Path, console: Console, *, target_entropy: float, tokenizer: 
         console.print()
         console.print(episode_text(best, tokenizer))
     console.print(table)
+    entropy = entropy_table(rows, target_entropy=target_entropy)
+    if entropy is not None:
+        console.print(entropy)
     console.print(f"curves      {picture}", soft_wrap=True)
     console.print(f"run folder  {folder}", soft_wrap=True)
 

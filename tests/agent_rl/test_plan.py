@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from agent_rl import checkpoint
 from agent_rl.checkpoint import RunState
 from agent_rl.config import StareConfig
+from agent_rl.entropy_report import change_correlations, chosen_text, correlation, entropy_table
 from agent_rl.learner import StepReport
 from agent_rl.plan import (
     PlanOptions,
@@ -213,3 +216,25 @@ def test_controllers_come_back_from_a_checkpoint_as_they_were(tmp_path: Path) ->
     folder = checkpoint.save(tmp_path, state, lambda folder: None, keep=1)
     assert checkpoint.read_state(folder) == state
     assert asdict(checkpoint.read_state(folder)) == asdict(state)
+
+
+def test_the_report_finds_how_well_the_prediction_did() -> None:
+    drifts = [0.3, -0.2, 0.1, -0.4, 0.2]
+    rows = [
+        {"step": i, "lr": 1e-3, "entropy_drift": drift, "entropy_change": 2e-3 * drift, "entropy": 0.3, "W": 1.1}
+        for i, drift in enumerate(drifts)
+    ]
+    found = change_correlations(rows)
+    assert found["same batch"] == (pytest.approx(1.0), 5)
+    assert found["next batch"] is None  # entropy never moved: there is nothing to correlate with
+    assert correlation([(1.0, 2.0), (None, 1.0), (2.0, 1.0)]) is None
+    rows[0]["chosen_tokens"], rows[1]["chosen_tokens"] = [["but", 2], ["so", 1]], [["so", 4]]
+    assert chosen_text(rows) == "'so' 5 'but' 2"
+    table = entropy_table(rows, target_entropy=0.3)
+    assert table is not None
+    console = Console(width=140, record=True, quiet=False, file=StringIO())
+    console.print(table)
+    text = console.export_text()
+    assert "1.00 (n = 5)" in text
+    assert "within 10 % of the target" in text
+    assert entropy_table([{"step": 1, "entropy": None}], target_entropy=0.3) is None
