@@ -26,8 +26,17 @@ The same command again goes on where it stopped; a larger --k or --limit adds to
 """
 
 
+ROLLOUT_EXAMPLES = """\
+examples:
+  agent-rl rollout agentic/Arithmetic-v1 --model runs/quickstart
+  agent-rl rollout agentic/MathPython-v1 --model smollm2 --set path=gsm8k.jsonl --dialect codefence --shots 1
+  agent-rl rollout agentic/Maze-v1 --model http://localhost:8000/v1 --episodes 3
+"""
+
+
 def add_parser(commands: Any) -> None:
     _add_eval(commands)
+    _add_rollout(commands)
     _add_compare(commands)
     _add_score(commands)
     _add_contamination(commands)
@@ -90,6 +99,26 @@ def _add_eval(commands: Any) -> None:
 
     parser.add_argument("--output", default="evals", help="folder of evaluations (default: evals)")
     parser.add_argument("--name", help="of this one's folder (default: made of suite, scenario and model)")
+
+
+def _add_rollout(commands: Any) -> None:
+    text = "play episodes of an environment with any model and print them in colour"
+    parser = _command(commands, "rollout", text, ROLLOUT_EXAMPLES, _rollout)
+    parser.add_argument("id", help="of the environment")
+    parser.add_argument("--model", required=True, help="as of `agent-rl eval`: a folder, a run, smollm2, an endpoint")
+    parser.add_argument("--episodes", type=int, default=1, help="how many tasks (default 1)")
+    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="option of the environment")
+    parser.add_argument("--seed", type=int, default=0, help="of tasks and sampling")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy")
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--max-tokens", type=int, help="of one turn")
+    parser.add_argument("--max-turns", type=int)
+    parser.add_argument("--dialect", help="how calls are written (default: by the model)")
+    parser.add_argument("--shots", type=int, default=0, help="solved problems before the question")
+    parser.add_argument("--engine", choices=("vllm", "transformers"), default="transformers")
+    parser.add_argument("--sandbox", choices=("auto", "docker", "local"), default="auto")
+    parser.add_argument("--served-name", metavar="NAME", help="of the model at an endpoint")
+    parser.add_argument("--key-env", metavar="NAME", default="OPENAI_API_KEY", help="variable with an endpoint's key")
 
 
 def _add_compare(commands: Any) -> None:
@@ -186,6 +215,37 @@ def _eval(arguments: argparse.Namespace) -> None:
     if not settings.is_endpoint:
         _quieten_libraries()
     evaluate(settings, Console(), dry=arguments.dry_run)
+
+
+def _rollout(arguments: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from agent_rl.cli import _quieten_libraries
+    from agent_rl.evaluation.settings import checked
+    from agent_rl.evaluation.show import rollout
+    from sandboxes.base import SandboxSpec
+
+    settings = checked(
+        model=arguments.model,
+        suite=arguments.id,
+        options=_options(arguments.set),
+        k=1,
+        limit=arguments.episodes,
+        seed=arguments.seed,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        max_tokens=arguments.max_tokens,
+        max_turns=arguments.max_turns,
+        dialect=arguments.dialect,
+        shots=arguments.shots,
+        engine=arguments.engine,
+        sandbox=SandboxSpec(kind=arguments.sandbox, size=2),
+        served_name=arguments.served_name,
+        key_variable=arguments.key_env,
+    )
+    if not settings.is_endpoint:
+        _quieten_libraries()
+    rollout(settings, Console())
 
 
 def _compare(arguments: argparse.Namespace) -> None:

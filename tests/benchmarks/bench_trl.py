@@ -1,8 +1,9 @@
 """A GRPO step beside TRL's GRPOTrainer: python tests/benchmarks/bench_trl.py [tiny|smollm2]
 
 TRL comes from the environment of `make test-peers`. Same model folder, prompts, group size and completion length,
-float32 on the CPU, no tools, one optimizer step a batch. TRL generates with transformers, as it does without a GPU; ours runs
-with its embedded engine and with vLLM. Each is a process of its own, one after the other; the first step is left out.
+float32 on the CPU, no tools, one optimizer step a batch. TRL generates with transformers, as it does without a GPU;
+ours runs with its embedded engine and with vLLM. Each is a process of its own, one after the other; the first step is
+left out.
 """
 
 from __future__ import annotations
