@@ -15,10 +15,10 @@ from stare import tracking
 Rows = Sequence[dict[str, Any]]
 
 QUADRANTS = {
-    "plus_high": "A > 0, high surprisal (raises)",
-    "plus_low": "A > 0, low surprisal (lowers)",
-    "minus_low": "A < 0, low surprisal (raises)",
-    "minus_high": "A < 0, high surprisal (lowers)",
+    "plus_high": "A > 0, high s: raises",
+    "plus_low": "A > 0, low s: lowers",
+    "minus_low": "A < 0, low s: raises",
+    "minus_high": "A < 0, high s: lowers",
 }
 
 
@@ -54,8 +54,8 @@ def entropy_table(rows: Rows, *, target_entropy: float) -> Table | None:
     if held is None:
         return None
     tenth = max(1, len(rows) // 10)
-    table = Table(title="entropy", show_header=True)
-    table.add_column("")
+    table = Table(title=f"entropy, target {target_entropy:g} nats; shares are of sampled tokens or of steps")
+    table.add_column("", no_wrap=True)
     for heading in (f"first {tenth} steps", f"last {tenth} steps", "all steps"):
         table.add_column(heading, justify="right")
     parts = (rows[:tenth], rows[-tenth:], rows)
@@ -67,18 +67,18 @@ def entropy_table(rows: Rows, *, target_entropy: float) -> Table | None:
         of_part = tracking((row.get("entropy") for row in part), target_entropy)
         return None if of_part is None else float(getattr(of_part, name))
 
-    line(f"RMS error to the target {target_entropy:g} (nats)", lambda part: tracked(part, "rms"))
-    line("within 10 % of the target (share of steps)", lambda part: tracked(part, "within"))
+    line("RMS error (nats)", lambda part: tracked(part, "rms"))
+    line("within 10 % of target", lambda part: tracked(part, "within"))
     line("W", lambda part: _mean(part, "W"))
     line("critical W*", lambda part: _mean(part, "W_critical"))
     for name, label in QUADRANTS.items():
-        line(f"{label}: share", lambda part, name=name: _mean(part, f"quadrant/{name}/share"))  # type: ignore[misc]
-    line("L+ that theory would choose (share)", lambda part: _mean(part, "l_plus_rising"))
-    line("chosen among the 20 % of highest entropy", lambda part: _mean(part, "overlap_80_20"))
+        line(label, lambda part, name=name: _mean(part, f"quadrant/{name}/share"))  # type: ignore[misc]
+    line("L+ with Phi > 0", lambda part: _mean(part, "l_plus_rising"))
+    line("chosen in top 20 % H", lambda part: _mean(part, "overlap_80_20"))
     for name, found in change_correlations(rows).items():
         shown = "-" if found is None else f"{found[0]:.2f} (n = {found[1]})"
-        table.add_row(f"predicted against measured change, {name}", "", "", shown)
-    table.add_row("most chosen", "", "", chosen_text(rows))
+        table.add_row(f"predicted dH, r {name}", "", "", shown)
+    table.caption = f"most in L+: {chosen_text(rows)}"
     return table
 
 

@@ -8,6 +8,7 @@ Dimensions: B trajectories of the update batch, T sampled tokens of all of them 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -251,7 +252,8 @@ def _unweighted(
     advantage_T = torch.repeat_interleave(batch.advantage_B, counts_B)
     scale_T = torch.repeat_interleave(token_scale(counts_B, options.loss_mode), counts_B)
     if options.selection == "batch":
-        sets = token_sets(score_T, advantage_T, options.fraction)
+        above = 0.0 if options.selector == "phi" else -math.inf
+        sets = token_sets(score_T, advantage_T, options.fraction, above=above)
     else:
         sets = _sets_per_micro_batch(score_T, advantage_T, options.fraction, micro_batches)
         _scale_per_micro_batch(scale_T, counts_B, micro_batches)

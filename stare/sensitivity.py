@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+_LEAST_LOGP = -1e4
+
 
 class TokenStatistics(NamedTuple):
     """What one pass over the logits knows of each sampled token; natural logarithms."""
@@ -34,12 +36,18 @@ def token_statistics(logits_V: Tensor, token: Tensor) -> TokenStatistics:
         token: int64 [...], the sampled ids.
     """
     logp_V = torch.log_softmax(logits_V, dim=-1)
-    p_V = logp_V.exp()
-    # 0 * -inf would be NaN where a logit was masked out; such a token contributes nothing to H or Phi.
-    surprisal_V = torch.where(p_V > 0, -logp_V, torch.zeros_like(logp_V))
-    entropy = (p_V * surprisal_V).sum(-1)
-    mean_pull = (p_V.square() * (surprisal_V - entropy.unsqueeze(-1))).sum(-1)
     logp = logp_V.gather(-1, token.unsqueeze(-1)).squeeze(-1)
+    p_V = logp_V.exp()
+    # Without gradient two buffers of size V do; memory, not arithmetic, is what this costs.
+    in_place = not (torch.is_grad_enabled() and logits_V.requires_grad)
+    # 0 * -inf would be NaN where a logit was masked out; p is 0 far above this bound, so nothing else changes.
+    logp_V = logp_V.clamp_(min=_LEAST_LOGP) if in_place else logp_V.clamp(min=_LEAST_LOGP)
+    p_logp_V = logp_V.mul_(p_V) if in_place else logp_V * p_V
+    entropy = -p_logp_V.sum(-1)
+    # sum_k p_k^2 (s_k - H), as two reductions over what is there already.
+    p2_logp_V = p_logp_V.mul_(p_V) if in_place else p_logp_V * p_V
+    p2_V = p_V.square_() if in_place else p_V.square()
+    mean_pull = -p2_logp_V.sum(-1) - entropy * p2_V.sum(-1)
     phi = logp.exp() * (-logp - entropy) - mean_pull
     return TokenStatistics(logp, entropy, phi)
 

@@ -11,6 +11,7 @@ Four sets, named as in the paper, over tokens of good (A > 0) and bad (A < 0) tr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -27,7 +28,8 @@ Variant = Literal["none", "O1", "O2", "O3", "O4", "C1", "C2", "C3", "C4"]
 """Which sets carry a weight; ``none`` is GRPO. See ``OPERATIONS``."""
 
 Selector = Literal["surprisal", "phi", "entropy"]
-"""What L+ and L- are ranked by: the paper's surprisal, the exact sensitivity Phi, or the position's entropy."""
+"""What L+ and L- are ranked by: the paper's surprisal, the exact sensitivity Phi (then only tokens with Phi > 0 are
+chosen), or the position's entropy."""
 
 Granularity = Literal["batch", "sample", "token"]
 """Whose entropy is held against the target: the batch's mean, each trajectory's mean, or each position's own."""
@@ -90,6 +92,7 @@ def token_sets(
     advantage_T: Tensor,
     fraction: float = 0.1,
     *,
+    above: float = -math.inf,
     place_T: Tensor | None = None,
     group: ProcessGroup | None = None,
 ) -> TokenSets:
@@ -99,19 +102,19 @@ def token_sets(
         score_T: float [T], what the selector ranks by (surprisal, Phi or entropy, under the weights before the update).
         advantage_T: float [T], the advantage of each token's trajectory (0 takes part in neither side).
         fraction: P.
+        above: scores up to this one are never chosen, even if fewer than ``fraction`` are left. With Phi as score it is
+            0: a token that moves entropy the other way has no place in L+ or L-, however few there are.
         place_T: as in ``top_fraction``.
         group: as in ``top_fraction``.
 
     Raises:
         ValueError: as ``top_fraction``.
     """
-    plus_T, minus_T = advantage_T > 0, advantage_T < 0
-    return TokenSets(
-        plus_T=plus_T,
-        minus_T=minus_T,
-        l_plus_T=top_fraction(score_T, plus_T, fraction, place_T=place_T, group=group),
-        l_minus_T=top_fraction(score_T, minus_T, fraction, place_T=place_T, group=group),
-    )
+    sides = advantage_T > 0, advantage_T < 0
+    chosen = [top_fraction(score_T, side_T, fraction, place_T=place_T, group=group) for side_T in sides]
+    if above > -math.inf:
+        chosen = [chosen_T & (score_T > above) for chosen_T in chosen]
+    return TokenSets(plus_T=sides[0], minus_T=sides[1], l_plus_T=chosen[0], l_minus_T=chosen[1])
 
 
 def omega(

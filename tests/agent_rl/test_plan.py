@@ -167,7 +167,9 @@ def test_the_selector_decides_what_is_ranked(selector: str) -> None:
     plan = make_plan(batch, statistics, controllers(), replace(OPTIONS, selector=selector))  # type: ignore[arg-type]
     score = {"surprisal": -statistics.logp, "phi": statistics.phi, "entropy": statistics.entropy}[selector]
     chosen, rest = score[plan.sets.l_plus_T], score[(plan.advantage_T > 0) & ~plan.sets.l_plus_T]
-    assert chosen.min() >= rest.max()
+    assert chosen.min() >= rest[rest > 0].max() if selector == "phi" else chosen.min() >= rest.max()
+    if selector == "phi":
+        assert chosen.min() > 0
 
 
 def test_reused_logprobs_choose_now_and_steer_the_next_step() -> None:
@@ -236,5 +238,5 @@ def test_the_report_finds_how_well_the_prediction_did() -> None:
     console.print(table)
     text = console.export_text()
     assert "1.00 (n = 5)" in text
-    assert "within 10 % of the target" in text
+    assert "within 10 % of target" in text
     assert entropy_table([{"step": 1, "entropy": None}], target_entropy=0.3) is None

@@ -85,8 +85,7 @@ def test_every_variant_pushes_entropy_up_when_ranked_by_its_exact_sensitivity(va
     """Amplified sets raise entropy on the whole and attenuated ones lower it: a positive leverage, so a W*."""
     logits, token, advantage = batch(seed=seed)
     phi = token_statistics(logits, token).phi
-    fraction = ((phi > 0).sum() / len(phi)).item()  # all of Phi > 0 on either side, give or take
-    dynamics = entropy_dynamics(advantage, phi, token_sets(phi, advantage, fraction), variant)
+    dynamics = entropy_dynamics(advantage, phi, token_sets(phi, advantage, 1.0, above=0.0), variant)
     assert dynamics.amplified >= 0 >= dynamics.attenuated
     assert (dynamics.leverage > 0) == (variant != "none")
 
@@ -136,6 +135,15 @@ def test_at_the_critical_weight_a_step_leaves_mean_entropy_alone_and_beyond_it_t
         changes.append((after - entropy_of(logits)).mean().item() / 1e-7)
     assert changes[0] < 0 < changes[2]
     assert abs(changes[1]) < 1e-3 * abs(changes[0])
+
+
+def test_ranked_by_phi_nothing_is_chosen_that_moves_entropy_the_other_way() -> None:
+    phi = torch.tensor([0.2, -0.1, -0.3, -0.4, 0.1, -0.2])
+    advantage = torch.tensor([1.0, 1.0, 1.0, 1.0, -1.0, -1.0])
+    sets = token_sets(phi, advantage, 0.5, above=0.0)
+    assert sets.l_plus_T.tolist() == [True, False, False, False, False, False]
+    assert sets.l_minus_T.tolist() == [False, False, False, False, True, False]
+    assert sets.named("u_plus").tolist() == [False, True, True, True, False, False]
 
 
 def test_a_gate_that_a_token_does_not_pass_takes_its_leverage() -> None:
