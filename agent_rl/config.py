@@ -45,7 +45,8 @@ class TaskConfig(Section):
 class EngineConfig(Section):
     """What samples. ``transformers`` is embedded and exactly repeatable; ``vllm`` is fast."""
 
-    kind: Literal["transformers", "vllm"] = "transformers"
+    kind: Literal["transformers", "vllm", "vllm_server"] = "transformers"
+    urls: tuple[str, ...] = Field((), description="of running vLLM servers (vllm_server), e.g. http://localhost:8000")
     max_model_len: int = Field(4096, gt=1, description="prompt and completion together, tokens")
     max_num_seqs: int = Field(64, ge=1, description="sequences decoded at once")
     kv_cache_gb: float = Field(1.0, gt=0, description="key-value cache of vLLM, GiB")

@@ -15,6 +15,10 @@ __all__ = ["Engine", "EngineFailure", "PublishError", "make_engine"]
 
 def make_engine(config: EngineConfig, model: Path, dtype: str, *, seed: int) -> Engine:
     """The engine that ``config.kind`` names, not yet started."""
+    if config.kind == "vllm_server":
+        from agent_rl.engines.vllm_server import VllmServerEngine
+
+        return VllmServerEngine(config.urls, model=model, max_model_len=config.max_model_len)
     if config.kind == "vllm":
         from agent_rl.engines.vllm import VllmEngine
 

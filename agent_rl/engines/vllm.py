@@ -184,8 +184,8 @@ class VllmEngine:
         loads, the engine is broken for good: its requests end with ``EngineFailure``.
         """
         llm = self._running()
-        with _shared_file() as (file, path):
-            layout = await _write(file, tensors, self._shapes, version)
+        with shared_file() as (file, path):
+            layout = await write_tensors(file, tensors, self._shapes, version)
             try:
                 await _answered(llm, llm.pause_generation(mode="wait", clear_cache=True))
             except asyncio.CancelledError:
@@ -263,7 +263,7 @@ def _generation(output: Any) -> Generation:
 
 
 @contextmanager
-def _shared_file() -> Iterator[tuple[IO[bytes], str]]:
+def shared_file() -> Iterator[tuple[IO[bytes], str]]:
     """An open file in memory and the path by which this user's other processes read it.
 
     It has no name of its own, so nothing stays behind however this process ends.
@@ -273,7 +273,7 @@ def _shared_file() -> Iterator[tuple[IO[bytes], str]]:
         yield file, f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
-async def _write(
+async def write_tensors(
     file: IO[bytes], tensors: Iterable[tuple[str, torch.Tensor]], shapes: dict[str, tuple[int, ...]], version: int
 ) -> list[tuple[str, str, list[int], int]]:
     """All bytes are in the file; returns name, dtype, shape and offset of each tensor, for ``vllm_worker.FileUpdate``.
