@@ -70,7 +70,7 @@ def entropy_table(rows: Rows, *, target_entropy: float) -> Table | None:
     line("RMS error (nats)", lambda part: tracked(part, "rms"))
     line("within 10 % of target", lambda part: tracked(part, "within"))
     line("W", lambda part: _mean(part, "W"))
-    line("critical W*", lambda part: _mean(part, "W_critical"))
+    line("critical W*, median", lambda part: _median(part, "W_critical"))  # a ratio: now and then by almost nothing
     for name, label in QUADRANTS.items():
         line(label, lambda part, name=name: _mean(part, f"quadrant/{name}/share"))  # type: ignore[misc]
     line("L+ with Phi > 0", lambda part: _mean(part, "l_plus_rising"))
@@ -102,6 +102,11 @@ def _difference(later: float | None, earlier: float | None) -> float | None:
 def _mean(rows: Rows, key: str) -> float | None:
     values = [float(row[key]) for row in rows if row.get(key) is not None]
     return sum(values) / len(values) if values else None
+
+
+def _median(rows: Rows, key: str) -> float | None:
+    values = [float(row[key]) for row in rows if row.get(key) is not None]
+    return statistics.median(values) if values else None
 
 
 def _shown(value: float | None) -> str:
