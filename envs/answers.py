@@ -50,7 +50,7 @@ def stated_answer(text: str) -> str | None:
     visible = _visible(text)
     if boxed is not None or "\\boxed{" in visible or "\\fbox{" in visible:
         return boxed
-    bare = re.findall(r"\\boxed\s+(-?[\w.]+)", visible)
+    bare = re.findall(r"\\boxed\s*(-?[\w.]+)", visible)
     if bare:
         return str(bare[-1])
     return _anchored(visible)
@@ -105,7 +105,7 @@ _SIGNS = {
     "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "∈": r"\in ", "≈": r"\approx ", "θ": r"\theta ",
     "\u200b": "", "\u200c": "", "\u2060": "", "\ufeff": "", "ℝ": r"\mathbb{R}", "½": r"\frac{1}{2}",
     "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅕": r"\frac{1}{5}",
-    "⅛": r"\frac{1}{8}", "⟨": r"\langle ", "⟩": r"\rangle ",
+    "⅛": r"\frac{1}{8}", "⟨": r"\langle ", "⟩": r"\rangle ", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]", "…": "...",
 }  # fmt: skip
 _RAISED = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ", "0123456789-n", strict=True))
 _LOWERED = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
@@ -118,6 +118,7 @@ def normalised(answer: str) -> str:
     """
     text = re.sub(f"[{''.join(_RAISED)}]+", lambda m: "^{" + "".join(_RAISED[c] for c in m.group()) + "}", answer)
     text = re.sub(f"[{''.join(_LOWERED)}]+", lambda m: "_{" + "".join(_LOWERED[c] for c in m.group()) + "}", text)
+    text = re.sub(r"([∛∜])\s*(\w+)", r"\1{\2}", text)
     text = re.sub(r"√\s*(\w+|(?=\())", lambda m: rf"\sqrt{{{m[1]}}}" if m[1] else r"\sqrt", text)
     for sign, spelled in _SIGNS.items():
         text = text.replace(sign, spelled)
@@ -132,6 +133,9 @@ def normalised(answer: str) -> str:
     text = re.sub(r"\\(?:leq|leqslant)(?![a-zA-Z])", r"\\le", text)
     text = re.sub(r"\\neq(?![a-zA-Z])", r"\\ne", text)
     text = re.sub(r"\\varnothing", r"\\emptyset", text)
+    text = re.sub(r"\\(?:textcolor\s*\{[^{}]*\}|color\s*\{[^{}]*\})", "", text)
+    text = re.sub(r"\{([.,])\}", r"\1", text)
+    text = re.sub(r"\\(?:l|c|v)?dots(?![a-zA-Z])", "...", text)
     for _ in range(3):  # nested font commands
         text = re.sub(
             r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it|sf|normal)|mbox|operatorname\*?|boldsymbol|bm)\s*\{([^{}]*)\}",
@@ -145,6 +149,7 @@ def normalised(answer: str) -> str:
     text = re.sub(r"\\sqrt\s*(\d+)", r"\\sqrt{\1}", text)
     text = re.sub(r"\\sqrt\s+(\w)", r"\\sqrt{\1}", text)
     text = re.sub(r"(?<![\\a-zA-Z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
+    text = re.sub(r"(?<![\\a-zA-Z])(ln|log|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|pi)(?![a-zA-Z])", r"\\\1", text)
     text = text.replace("**", "^")
     text = re.sub(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
     text = re.sub(r"_\{\s*(\w)\s*\}", r"_\1", text)

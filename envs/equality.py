@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from envs.answers import normalised
-from envs.quantities import measured, number
+from envs.quantities import measured, number, without_unit
 
 Leaf = Callable[[str, str], bool]
 
@@ -28,11 +28,13 @@ def exact_number(answer: str) -> Fraction | None:
 def same_exactly(gold: str, answer: str) -> bool | None:
     """True or False where spelling, words or rational values decide; None where structure or algebra must."""
     left, right = normalised(gold), re.sub(r"^([A-Z])\)\s*", r"(\1) ", normalised(answer))
-    if left.replace(" ", "") == right.replace(" ", ""):
+    if _squeezed(left) == _squeezed(right):
         return True
     if not _balanced(right):
         return False
-    left_value, right_value = measured(left), measured(right)
+    # A letter that is glued to a number is a variable of the gold answer: 2m is not 2.
+    left_value = None if re.fullmatch(r".*[\d}][a-zA-Z]", left) else measured(left)
+    right_value = measured(right)
     if left_value and right_value:
         return left_value.equals(right_value)
     if _is_words(left) and _is_words(right):
@@ -44,7 +46,18 @@ def same_exactly(gold: str, answer: str) -> bool | None:
 
 
 def equal(gold: str, answer: str, leaf: Leaf) -> bool:
-    """Whether the answers mean the same; ``leaf`` decides what neither spelling nor numbers do."""
+    """Whether the answers mean the same; ``leaf`` decides what neither spelling nor numbers do.
+
+    A unit set in text is forgiven when the other side has none, and must be the same otherwise.
+    """
+    exactly = same_exactly(gold, answer)
+    if exactly is not None:
+        return exactly
+    (left, left_unit), (right, right_unit) = without_unit(gold), without_unit(answer)
+    if left_unit or right_unit:
+        if left_unit and right_unit and left_unit != right_unit:
+            return False
+        gold, answer = left, right
     return _equal(normalised(gold), normalised(answer), leaf, 0)
 
 
@@ -83,19 +96,46 @@ def _equal(gold: str, answer: str, leaf: Leaf, depth: int) -> bool:
         return _same_shape(gold, answer, shapes, every, as_sets)
     lists = _listed(gold), _listed(answer)
     if len(lists[0]) > 1 or len(lists[1]) > 1:
-        return as_sets(*lists)
+        # "1/2 or 0.5" is one value in two forms; "5, 5" is two.
+        return (len(lists[0]) > 1 or bool(re.search(r"\bor\b", answer))) and as_sets(*lists)
+    if r"\approx" in answer and r"\approx" not in gold:
+        return any(_equal(gold, piece, leaf, depth + 1) for piece in _rounded(answer))
     bases = _in_base(gold), _in_base(answer)
     if bases[0] or bases[1]:
-        digits, other_digits = bases[0] or (gold, ""), bases[1] or (answer, "")
+        digits, other_digits = bases[0] or (gold.upper(), ""), bases[1] or (answer.upper(), "")
         return digits[0] == other_digits[0] and (digits[1] == other_digits[1] or "" in (digits[1], other_digits[1]))
     sides = _sides(gold), _sides(answer)
+    if len(sides[0]) == len(sides[1]) == 2 and sides[0] == sides[1][::-1]:
+        return True
     if len(sides[1]) > 1 and (len(sides[0]) == 1 or _is_name(sides[0][0])):
         right = sides[1][0] if _is_name(sides[1][-1]) and not _is_name(sides[1][0]) else sides[1][-1]
         if len(sides[0]) == 1 or _is_name(sides[1][0]):
             return _equal(sides[0][-1], right, leaf, depth + 1)
     if len(sides[1]) == 1 and len(sides[0]) == 2 and _is_name(sides[0][0]):
         return _equal(sides[0][1], answer, leaf, depth + 1)
-    return leaf(gold, answer)
+    if _has_loose_digits(gold) != _has_loose_digits(answer):
+        return False
+    return leaf(_for_algebra(gold), _for_algebra(answer))
+
+
+def _rounded(answer: str) -> list[str]:
+    """What ``a \\approx b`` may stand for: ``a``, and ``b`` where it is a rounded ``a`` and no second try."""
+    first, *others = (piece.strip() for piece in re.split(r"\\approx", answer))
+    if _is_name(first):
+        return others[:1]
+    a, b = number(first), number(others[-1])
+    return [first, others[-1]] if a and b and abs(a.value - b.value) * 20 <= abs(a.value) else [first]
+
+
+def _has_loose_digits(text: str) -> bool:
+    """``80 9`` is no number; algebra would multiply."""
+    return number(text) is None and bool(re.search(r"(?<![_^\d])\d+\s+\d", text))
+
+
+def _for_algebra(text: str) -> str:
+    """``7e37`` as a product, where algebra would read Euler's number; without what only says "modulo"."""
+    text = re.sub(r"(?<![\w.])(\d+\.?\d*|\.\d+)[eE]([-+]?\d{1,3})(?!\w)", r"\1\\cdot 10^{\2}", text)
+    return re.sub(r"\\p?mod\s*\{?[^{}]*\}?$|\\bmod\s*\w+$", "", text).strip()
 
 
 def _same_shape(
@@ -114,15 +154,23 @@ def _same_shape(
     other = _listed(answer if left else gold)
     if kind == "{":  # a set without its braces
         return as_sets(items, other)
-    if kind == "()" and len(other) == len(items) and all("=" in item for item in other):
-        values = [_sides(item)[-1] for item in other]  # "x=1, y=2" for a pair
-        return every(items, values)
+    if kind == "()" and len(other) == len(items):
+        if all("=" in item for item in other):
+            other = [_sides(item)[-1] for item in other]  # "x=1, y=2" for a pair
+        elif not left or any("=" in item for item in other):
+            return False  # a bare list stands for a pair that was asked for, not the other way round
+        return every(items, other)
     return False
 
 
 # Words and structures.
 
 _NOTHING = {"nosolution", "nosolutions", "norealsolution", "norealsolutions", "emptyset", "\\emptyset", "\\{\\}"}
+
+
+def _squeezed(text: str) -> str:
+    """Without blanks, but for those between digits."""
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
 
 
 def _is_words(text: str) -> bool:
@@ -146,8 +194,9 @@ def _plain(text: str) -> str:
     """Without what only introduces the answer: "the answer is", "x \\in", a lone pair of braces."""
     text = re.sub(r"(?i)^.*\banswer\s*(?:is|:)\s*", "", text)
     text = re.sub(r"^[a-zA-Z]\s*\\in\s*|^[A-Za-z ]{2,}:\s*", "", text)
+    text = re.sub(r"^\([a-zA-Z](?:\s*,\s*[a-zA-Z])+\)\s*=\s*(?=\()|^[A-Z]\s*=?\s*(?=\(.*,.*\)$)", "", text)
     text = re.sub(r"(?<=\d)\s*\([a-z -]{3,}\)$", "", text)
-    text = text.replace(r"\approx", "=").replace(r"\langle", "(").replace(r"\rangle", ")")
+    text = text.replace(r"\langle", "(").replace(r"\rangle", ")")
     return text.strip()
 
 
@@ -167,11 +216,14 @@ def _split(text: str, separator: str) -> list[str]:
             depth += 1
         elif text[index] in ")]}":
             depth -= 1
-        elif depth == 0 and text.startswith(separator, index):
+        elif depth == 0 and (text.startswith(separator, index) or (separator == "," and text[index] == ";")):
             pieces.append(text[start:index].strip())
             start = index + len(separator)
         index += 1
     return [*pieces, text[start:].strip()]
+
+
+_PLUS_MINUS = re.compile(r"\\(pm|mp)(?![a-z])")
 
 
 def _listed(text: str) -> list[str]:
@@ -180,9 +232,9 @@ def _listed(text: str) -> list[str]:
     items = [item for item in _split(text, ",") if item]
     spread = []
     for item in items:
-        if r"\pm" in item or r"\mp" in item:
-            spread.append(item.replace(r"\pm", "+").replace(r"\mp", "-"))
-            spread.append(item.replace(r"\pm", "-").replace(r"\mp", "+"))
+        if re.search(_PLUS_MINUS, item):
+            spread.append(re.sub(_PLUS_MINUS, lambda m: "+" if m[1] == "pm" else "-", item))
+            spread.append(re.sub(_PLUS_MINUS, lambda m: "-" if m[1] == "pm" else "+", item))
         else:
             spread.append(item)
     return [re.sub(r"^\+\s*", "", item) for item in spread]
@@ -227,6 +279,16 @@ def _as_interval(text: str) -> str:
     """``x \\ge 0`` as ``[0,\\infty)`` and ``1 < x \\le 2`` as ``(1,2]``; anything else as it is."""
     if text == r"\mathbb{R}":
         return r"(-\infty,\infty)"
+    builder = re.fullmatch(r"\\\{\s*[a-zA-Z]\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\\mid|\||:)\s*(.*)\\\}", text)
+    if builder:
+        return _as_interval(builder[1].strip())
+    other = re.fullmatch(r"[a-z]\s*\\ne\s*([^,]+)", text)
+    if other:
+        return rf"(-\infty,{other[1]})\cup({other[1]},\infty)"
+    size = re.fullmatch(r"(?:\||\\lvert)\s*[a-z]\s*(?:\||\\rvert)\s*(\\le(?![a-z])|<)\s*([^,<>|]+)", text)
+    if size:
+        ends = "[]" if size[1] == r"\le" else "()"
+        return f"{ends[0]}-{size[2].strip()},{size[2].strip()}{ends[1]}"
     alternatives = re.split(r"\s+or\s+", text)
     if len(alternatives) > 1 and all(_RELATION.search(part) for part in alternatives):
         return r"\cup".join(map(_as_interval, alternatives))
@@ -271,7 +333,13 @@ def _sides(text: str) -> list[str]:
     return [side.strip() for side in text.split("=")] if "=" in text else [text]
 
 
+_BASES = {name: 2 + place for place, name in enumerate("two three four five six seven eight nine ten".split())}
+_BASES |= {"twelve": 12, "sixteen": 16}
+
+
 def _in_base(text: str) -> tuple[str, str] | None:
     """Digits and base of ``2516_8`` or ``(2516)_{10}``."""
-    m = re.fullmatch(r"\(?\s*([0-9A-F]+)\s*\)?_\{?(\d{1,2})\}?", text)
-    return (m[1], m[2]) if m else None
+    m = re.fullmatch(r"\(?\s*([0-9A-Fa-f]+)\s*\)?_\{?\s*(\d{1,2}|[a-z]+)\s*\}?", text)
+    if m is None or not (m[2].isdigit() or m[2] in _BASES):
+        return None
+    return m[1].upper(), str(_BASES.get(m[2], m[2]))

@@ -1,9 +1,10 @@
 """Decides whether two answers are equal; what needs algebra runs in a process that is killed when it takes too long.
 
 math-verify cannot run under its own timeout in a thread, and without one a hostile answer freezes the interpreter. So
-a server process imports it once and forks a worker for every question that needs it: the worker has a bounded address
-space, is killed at its deadline, and takes no warm state with it. The deadline is one of processor time, kept by the
-kernel, so that neither a queue nor a busy machine is ever mistaken for a slow answer.
+a server process imports it once and forks a worker for every question that needs it, as many at a time as there are
+processors: the worker has a bounded address space, is killed at its deadline, and takes no warm state with it. The
+deadline is one of processor time, kept by the kernel, so that neither a queue nor a busy machine is ever mistaken for a
+slow answer.
 """
 
 from __future__ import annotations
@@ -13,11 +14,16 @@ import json
 import os
 import re
 import resource
-import select
+import selectors
 import signal
 import sys
-from typing import Any, Literal
+import time
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+from itertools import count
+from typing import Literal
 
+from envs.algebra import FORMS, algebra_equal, warm
 from envs.equality import equal, same_exactly
 
 Verdict = Literal["correct", "wrong", "unparsable", "timeout"]
@@ -28,6 +34,8 @@ PATIENCE = 6
 """Seconds on the clock for every second of processor time, for a worker that does not compute but waits."""
 START_S = 60.0
 MEMORY_MB = 1024
+REMEMBERED = 4096
+"""Verdicts kept by a grader: the samples of a problem often agree. A timeout is not kept."""
 
 
 class GraderFailure(Exception):
@@ -46,19 +54,23 @@ def is_reasonable(answer: str) -> bool:
         and answer.count("^") + answer.count("**") <= 12
         and not re.search(r"\d{40}", answer)
         and not re.search(r"\^\s*[{(\s]*-?\d{4}", answer)
-        and not re.search(r"\^\s*\{?[^+*/=,\s}-]*\^", answer)
-        and not re.search(r"\d{4}\s*!|[)}\]!]\s*!", answer)
+        and not re.search(r"\^\s*\{?[^+*/=,\s})-]*\^", answer)
+        and not re.search(r"\d{4}[\s)}\]]*!|!\s*!", answer)
         and not re.search(r"\\binom\s*\{[^}]*(\d{5}|\^)", answer)
     )
 
 
 class Grader:
-    """Verdicts, one at a time; made anew after it breaks. Bound to one event loop; close it when done."""
+    """Verdicts, many at a time; made anew after it breaks. Bound to one event loop; close it when done."""
 
     def __init__(self, *, timeout_s: float = TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
         self._process: asyncio.subprocess.Process | None = None
-        self._turn = asyncio.Lock()
+        self._reader: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+        self._waiting: dict[int, asyncio.Future[Verdict]] = {}
+        self._numbers = count()
+        self._known: OrderedDict[tuple[str, str], Verdict] = OrderedDict()
 
     async def verdict(self, gold: str, answer: str) -> Verdict:
         """What ``answer`` is worth. Raises ``GraderFailure`` when the server cannot be started or dies twice."""
@@ -67,82 +79,152 @@ class Grader:
             return "correct" if exactly else "wrong"
         if not is_reasonable(answer):
             return "unparsable"
-        async with self._turn:
-            for attempt in range(2):
-                try:
-                    return await self._ask(gold, answer)
-                except (OSError, ValueError, TimeoutError, asyncio.IncompleteReadError) as error:
-                    await self._kill()
-                    if attempt:
-                        raise GraderFailure(
-                            f"the grading process failed twice on {answer[:80]!r}: {error!r}"
-                        ) from error
-                except BaseException:  # cancelled between question and answer: the next reader would get this answer
-                    await self._kill()
-                    raise
-        raise AssertionError("unreachable")
+        known = self._known.get((gold, answer))
+        if known is not None:
+            return known
+        for attempt in range(2):
+            try:
+                verdict = await self._ask(gold, answer)
+                break
+            except (OSError, ValueError, TimeoutError, asyncio.IncompleteReadError) as error:
+                if attempt:
+                    raise GraderFailure(f"the grading process failed twice on {answer[:80]!r}: {error!r}") from error
+        if verdict != "timeout":
+            self._known[gold, answer] = verdict
+            if len(self._known) > REMEMBERED:
+                self._known.popitem(last=False)
+        return verdict
 
     async def start(self) -> None:
         """The server runs after this; ``verdict`` starts it too, which takes a second."""
-        async with self._turn:
-            await self._started()
+        await self._started()
 
     async def _started(self) -> asyncio.subprocess.Process:
-        if self._process is None:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "envs.grader",
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C goes to us, who then close it
-            )
-            async with asyncio.timeout(START_S):
-                await self._line(self._process)
-        return self._process
+        async with self._starting:
+            if self._process is None:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-m",
+                    "envs.grader",
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.DEVNULL,
+                    start_new_session=True,  # Ctrl-C goes to us, who then close it
+                )
+                try:
+                    assert process.stdout is not None
+                    async with asyncio.timeout(START_S):
+                        await process.stdout.readuntil(b"\n")
+                except BaseException:
+                    await _gone(process)
+                    raise
+                self._process = process
+                self._reader = asyncio.create_task(self._read(process))
+            return self._process
 
     async def _ask(self, gold: str, answer: str) -> Verdict:
         process = await self._started()
         assert process.stdin is not None
-        process.stdin.write((json.dumps([gold, answer, self._timeout_s]) + "\n").encode())
-        async with asyncio.timeout(self._timeout_s * PATIENCE + 10):  # the server keeps time; this is for a dead one
+        number = next(self._numbers)
+        future = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            process.stdin.write((json.dumps([number, gold, answer, self._timeout_s]) + "\n").encode())
             await process.stdin.drain()
-            verdict: Verdict = json.loads(await self._line(process))
+            verdict: Verdict = await future
             return verdict
+        finally:
+            self._waiting.pop(number, None)  # an answer that nobody waits for any more is dropped by the reader
 
-    async def _line(self, process: asyncio.subprocess.Process) -> bytes:
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        """Hands out answers by their number until the server ends; those who still wait then hear of it."""
         assert process.stdout is not None
-        return await process.stdout.readuntil(b"\n")
-
-    async def _kill(self) -> None:
-        process, self._process = self._process, None
-        if process is not None and process.returncode is None:
-            process.kill()
-            await process.wait()
+        fault: Exception = ValueError("it ended")
+        try:
+            while line := await process.stdout.readline():
+                number, verdict = json.loads(line)
+                future = self._waiting.get(number)
+                if future is not None and not future.done():
+                    future.set_result(verdict)
+        except (OSError, ValueError) as error:
+            fault = error
+        finally:
+            if self._process is process:
+                self._process = None
+            for future in self._waiting.values():
+                if not future.done():
+                    future.set_exception(ValueError(f"the server stopped: {fault}"))
+            await _gone(process)
 
     async def close(self) -> None:
         """The server is gone; may be called twice, and the grader used again."""
-        await self._kill()
+        process, self._process = self._process, None
+        reader, self._reader = self._reader, None
+        if process is not None:
+            await _gone(process)
+        if reader is not None:
+            await asyncio.gather(reader, return_exceptions=True)
+
+
+async def _gone(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.kill()
+    await process.wait()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Worker:
+    """A forked process and the question that it works on."""
+
+    number: int
+    pid: int
+    reading: int  # its verdict comes out here
+    killed_at: float  # on the monotonic clock
 
 
 def serve() -> None:
-    """The server: a verdict a line for a question a line, until its stdin closes."""
-    algebra_equal(r"\frac{x}{2}+1", "1+x/2")  # loads and warms what the workers inherit
+    """The server: ``[number, verdict]`` a line for a question a line, in any order, until its stdin closes."""
+    equal(r"\frac{x}{2}+1", "1+x/2", algebra_equal)  # loads and warms what the workers inherit
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing that a library prints may look like a verdict
     out.write("ready\n")
     out.flush()
-    for line in sys.stdin:
-        gold, answer, timeout_s = json.loads(line)
-        out.write(json.dumps(_in_worker(gold, answer, timeout_s)) + "\n")
-        out.flush()
+    places = len(os.sched_getaffinity(0))
+    questions: deque[tuple[int, str, str, float]] = deque()
+    working: dict[int, _Worker] = {}  # by the descriptor that its verdict comes out of
+    pending, is_open, warmed = b"", True, 0
+    with selectors.DefaultSelector() as selector:
+        selector.register(0, selectors.EVENT_READ)
+        while is_open or working or questions:
+            deadline = min((worker.killed_at for worker in working.values()), default=None)
+            wait = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready = {key.fd for key, _ in selector.select(wait)}
+            if 0 in ready:
+                chunk = os.read(0, 1 << 20)
+                if not chunk:
+                    selector.unregister(0)
+                    is_open = False
+                *lines, pending = (pending + chunk).split(b"\n")
+                questions += [tuple(json.loads(line)) for line in lines]
+            now = time.monotonic()
+            for worker in list(working.values()):
+                if worker.reading in ready or worker.killed_at <= now:
+                    selector.unregister(worker.reading)
+                    del working[worker.reading]
+                    out.write(json.dumps([worker.number, _ended(worker, worker.reading in ready)]) + "\n")
+            out.flush()
+            if ready and warmed < len(FORMS):  # a little with every question: nobody waits seconds for the first
+                warm(warmed)
+                warmed += 1
+            while questions and len(working) < places:
+                worker = _forked(*questions.popleft())
+                working[worker.reading] = worker
+                selector.register(worker.reading, selectors.EVENT_READ)
 
 
-def _in_worker(gold: str, answer: str, timeout_s: float) -> Verdict:
+def _forked(number: int, gold: str, answer: str, timeout_s: float) -> _Worker:
     reading, writing = os.pipe()
-    worker = os.fork()
-    if worker == 0:
+    pid = os.fork()
+    if pid == 0:
         verdict: Verdict = "unparsable"
         try:
             os.close(reading)
@@ -156,51 +238,19 @@ def _in_worker(gold: str, answer: str, timeout_s: float) -> Verdict:
             os.write(writing, verdict.encode())
             os._exit(0)
     os.close(writing)
-    ready, _, _ = select.select([reading], [], [], timeout_s * PATIENCE)
-    if not ready:
-        os.kill(worker, signal.SIGKILL)
-    word = os.read(reading, 32).decode() if ready else ""
-    os.close(reading)
-    _, status = os.waitpid(worker, 0)
-    if not ready or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF):
+    return _Worker(number=number, pid=pid, reading=reading, killed_at=time.monotonic() + timeout_s * PATIENCE)
+
+
+def _ended(worker: _Worker, answered: bool) -> Verdict:
+    """The verdict of a worker that has written one or died, or is killed here; it is reaped."""
+    if not answered:
+        os.kill(worker.pid, signal.SIGKILL)
+    word = os.read(worker.reading, 32).decode() if answered else ""
+    os.close(worker.reading)
+    _, status = os.waitpid(worker.pid, 0)
+    if not answered or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF):
         return "timeout"
     return word if word in ("correct", "wrong") else "unparsable"  # type: ignore[return-value]
-
-
-def algebra_equal(gold: str, answer: str) -> bool:
-    """Whether math-verify or numbers to 30 digits say so. Only for a worker: it may take forever, or all memory."""
-    from math_verify import parse, verify  # here, so that importing this module stays cheap
-
-    # The server keeps the time; math-verify's own alarm would only add a second clock.
-    left, right = (parse(f"\\boxed{{{_in_radians(text)}}}", parsing_timeout=None) for text in (gold, answer))
-    if left and right and verify(left, right, timeout_seconds=None):
-        return True
-    return any(_same_complex(a, b) for a in left[:1] for b in right[:1])
-
-
-def _in_radians(text: str) -> str:
-    """Degrees inside a trigonometric function as radians; math-verify drops the sign for degrees."""
-    if not re.search(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])", text):
-        return text
-    return re.sub(r"(\d+(?:\.\d+)?)\s*\^\s*\\circ", r"(\1\\cdot\\frac{\\pi}{180})", text)
-
-
-def _same_complex(left: Any, right: Any) -> bool:
-    """Equal as complex numbers, ``i`` being the imaginary unit; math-verify takes it for a variable."""
-    import sympy
-
-    if not isinstance(left, sympy.Expr) or not isinstance(right, sympy.Expr):
-        return False
-    constants = {"i": sympy.I, "e": sympy.E}
-    if not any(symbol.name == "i" for side in (left, right) for symbol in side.free_symbols):
-        return False
-    left, right = (
-        side.subs({symbol: constants[symbol.name] for symbol in side.free_symbols if symbol.name in constants})
-        for side in (left, right)
-    )
-    if left.free_symbols or right.free_symbols:
-        return False
-    return bool(abs(sympy.N(left - right, 30)) <= 1e-12 * (1 + abs(sympy.N(left, 30))))
 
 
 if __name__ == "__main__":

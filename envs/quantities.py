@@ -44,6 +44,7 @@ for _spellings, _metres in (
 _UNITS |= {"sec": _UNITS["s"], "hr": _UNITS["h"], "hrs": _UNITS["h"], "mins": _UNITS["min"], "°": _UNITS["deg"]}
 _CURRENCIES = {r"\$": "dollar", "USD": "dollar", "US$": "dollar", "dollar": "dollar", "dollars": "dollar"}
 _CURRENCIES |= {"€": "euro", "EUR": "euro", "euro": "euro", "euros": "euro", "£": "pound", "GBP": "pound"}
+_UNITS |= {"dollar": ("money", Fraction(1)), "cent": ("money", Fraction(1, 100)), "cents": ("money", Fraction(1, 100))}
 _NOT_UNITS = {"or", "and", "sin", "cos", "tan", "log", "ln", "exp", "pi", "mod", "base", "import", "sqrt", "nan", "inf"}
 
 
@@ -142,6 +143,10 @@ def number(text: str) -> Number | None:
 
 
 def _unsigned(text: str) -> Number | None:
+    if m := re.fullmatch(
+        r"(\d{0,40})\.(\d{0,20}?)(\d{1,10}?)\3{2,}\.\.\.", text
+    ):  # 0.333..., the same digits three times
+        return _unsigned(f"{m[1]}.{m[2]}\\overline{{{m[3]}}}")
     if re.fullmatch(r"\d{1,400}", text):
         return Number(value=Fraction(int(text)), exact=True)
     if re.fullmatch(_DIGITS, text):
@@ -168,3 +173,36 @@ def _unsigned(text: str) -> Number | None:
             return None
         return Number(value=(int(m[1]) if m[1] else 0) + top / bottom, exact=True)
     return None
+
+
+_IN_TEXT = re.compile(
+    r"\\(?:text|textrm|textnormal|mathrm|mbox|rm|operatorname)\s*\{([^{}]*)\}(\s*\^\s*\{?\s*-?\d\s*\}?)?$"
+)
+_NO_UNIT_WORDS = _NOT_UNITS | set(
+    "is are if for where when with even odd only all any real integer integers positive negative prime to in below "
+    "above none no i e j d".split()
+)
+
+
+def without_unit(answer: str) -> tuple[str, str]:
+    """An expression and the unit that is set in text behind it: ``36\\sqrt{3}`` and ``cm^2``; "" without one.
+
+    Several pieces may follow each other: ``\\mathrm{m}/\\mathrm{s}^2``.
+    """
+    rest, unit = answer.strip().rstrip(".").strip(), ""
+    while match := _IN_TEXT.search(rest):
+        words = re.findall(r"[a-z]+", match[1].lower())
+        if not words or set(words) & _NO_UNIT_WORDS or not re.fullmatch(r"[\sA-Za-z/.^\d%~°µ\\-]*", match[1]):
+            break
+        power = re.sub(r"[\s^{}]", "", match[2] or "")
+        piece = re.sub(r"[\s~\\]", "", match[1]) + (f"^{power}" if power else "")
+        rest = rest[: match.start()].rstrip()
+        joined = re.search(r"(?:/|\\cdot|\\times|\\,|\\ |~|\\;|\\!)\s*$", rest)
+        division = "/" if joined and "/" in joined[0] else ""
+        unit = division + piece + unit
+        while joined:
+            rest = rest[: joined.start()].rstrip()
+            joined = re.search(r"(?:\\cdot|\\,|\\ |~|\\;|\\!|/)\s*$", rest)
+    if not unit or not re.search(r"[\w})]$", rest):
+        return answer, ""
+    return rest, unit

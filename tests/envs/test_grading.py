@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from envs.answers import final_answer, normalised, stated_answer
 from envs.equality import equal, same_exactly
-from envs.grader import Grader, is_reasonable
+from envs.grader import Grader, GraderFailure, is_reasonable
 
 DATA = Path(__file__).parents[1] / "data"
 ROWS = [
@@ -51,7 +52,8 @@ async def judged(grader: Grader, row: dict[str, Any]) -> str:
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_pairs_are_judged_as_common_sense_does(grader: Grader) -> None:
-    wrong = {row["id"] for row in ROWS if (await judged(grader, row) == "correct") != row["expected"]}
+    verdicts = await asyncio.gather(*(judged(grader, row) for row in ROWS))
+    wrong = {row["id"] for row, v in zip(ROWS, verdicts, strict=True) if (v == "correct") != row["expected"]}
     assert wrong == JUDGED_OTHERWISE
 
 
@@ -98,7 +100,7 @@ async def test_a_busy_machine_is_not_a_slow_answer() -> None:
     busy = [await asyncio.create_subprocess_exec(sys.executable, "-c", "while True: pass") for _ in range(6)]
     try:
         assert await strict.verdict("\\frac{C}{2}+1", "1 + C/2") == "correct"
-        assert await strict.verdict("(x+y+z)^{60}", "(x+y+z)^{61}") == "timeout"
+        assert await strict.verdict("3", "\\int_0^{10} \\sin(e^{x})\\,dx") == "timeout"
     finally:
         for process in busy:
             process.kill()
@@ -111,6 +113,56 @@ async def test_a_killed_grading_process_is_replaced(grader: Grader) -> None:
     assert grader._process is not None
     grader._process.kill()
     assert await grader.verdict("x+1", "1+x") == "correct"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_questions_are_answered_at_the_same_time_and_each_gets_its_own(grader: Grader) -> None:
+    asked = [("x+1", f"{number}+x-{number - 1 if number % 3 else number}") for number in range(2, 40)]
+    verdicts = await asyncio.gather(*(grader.verdict(*question) for question in asked))
+    assert verdicts == ["correct" if number % 3 else "wrong" for number in range(2, 40)]
+
+
+def test_verdicts_in_threads_are_those_of_the_main_thread() -> None:
+    """math-verify's own alarm only works in the main thread; elsewhere its verdicts are lost without a word."""
+    rows = [row for row in ROWS if row["category"] in ("sqrt", "complex", "equation")][::3]
+
+    def all_of_them() -> list[str]:
+        async def judge() -> list[str]:
+            own = Grader()
+            try:
+                return [await judged(own, row) for row in rows]
+            finally:
+                await own.close()
+
+        return asyncio.run(judge())
+
+    expected = ["correct" if row["expected"] else "wrong" for row in rows]
+    with ThreadPoolExecutor(3) as pool:
+        for verdicts in pool.map(lambda _: all_of_them(), range(3)):
+            assert verdicts == expected
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_verdicts_are_remembered_but_timeouts_are_not() -> None:
+    own = Grader(timeout_s=0.3)
+    try:
+        assert await own.verdict("x+1", "1+x") == "correct"
+        assert await own.verdict("3", "\\int_0^{10} \\sin(e^{x})\\,dx") == "timeout"
+        assert list(own._known) == [("x+1", "1+x")]
+        await own.close()
+        assert await own.verdict("x+1", "1+x") == "correct"
+        assert own._process is None
+    finally:
+        await own.close()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_grader_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    own = Grader()
+    with pytest.raises(GraderFailure, match="failed twice on '1\\+x'"):
+        await own.verdict("x+1", "1+x")
+    await own.close()
 
 
 @pytest.mark.asyncio(loop_scope="module")
