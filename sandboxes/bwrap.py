@@ -14,6 +14,7 @@ import secrets
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 from sandboxes.base import SandboxSpec, SandboxUnavailable
 from sandboxes.link import ProcessBytes, WorkerLink, WorkerSandbox, settings_of
@@ -46,6 +47,8 @@ def command(spec: SandboxSpec) -> list[str]:
     parts += ["--ro-bind-try", "/etc/alternatives", "/etc/alternatives", "--ro-bind-try", "/etc/ld.so.cache"]
     parts += ["/etc/ld.so.cache", "--proc", "/proc", "--dev", "/dev"]
     if not sys.base_prefix.startswith("/usr"):
+        for parent in reversed(Path(sys.base_prefix).parents[:-1]):  # else closed to programs where it is outside
+            parts += ["--perms", "0755", "--dir", str(parent)]
         parts += ["--ro-bind", sys.base_prefix, sys.base_prefix]
     if sys.prefix != sys.base_prefix:
         parts += ["--ro-bind", sys.prefix, VENV]
@@ -86,6 +89,7 @@ class BwrapSandbox(WorkerSandbox):
             # A uid that no other sandbox has: the kernel counts a uid's processes over the whole machine.
             uid=100_000 + secrets.randbelow(2**30) if os.geteuid() == 0 else None,
             count_processes=True,
+            system_v=True,
         )
         try:
             self.process = await asyncio.create_subprocess_exec(

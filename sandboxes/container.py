@@ -32,6 +32,11 @@ SCRATCH = "/scratch"
 RUN_ID = os.environ.get("AGENT_RL_RUN") or secrets.token_hex(4)
 """Stands on all that this process makes on an engine."""
 
+GVISOR_PIDS = 2048
+"""gVisor counts the threads of its own kernel: with fewer it dies."""
+
+GVISOR_MB = 512  # for its kernel, beside what programs may use
+
 _network_lock = threading.Lock()
 
 
@@ -128,7 +133,10 @@ class DockerSandbox(WorkerSandbox):
             scratch=SCRATCH,
             wipe=[SCRATCH, "/tmp", "/dev/shm"],
             uid=PROGRAM_UID,
-            has_cgroup=True,
+            # Another runtime may have a kernel of its own, which dies as a whole where a cgroup is full (gVisor), and
+            # knows no sysctl that takes System V objects away.
+            has_cgroup=self.spec.runtime is None,
+            system_v=self.spec.runtime is not None,
         )
         try:
             await self.link.handshake(settings)
@@ -144,6 +152,7 @@ class DockerSandbox(WorkerSandbox):
         check_image(self._client, spec.image)
         check_runtime(self._client, spec.runtime)
         api = self._client.api
+        memory_mb = spec.memory_mb + (GVISOR_MB if spec.runtime == "runsc" else 0)
         try:
             host = api.create_host_config(
                 network_mode=open_network(self._client) if spec.network else "none",
@@ -151,9 +160,9 @@ class DockerSandbox(WorkerSandbox):
                 read_only=True,
                 tmpfs={SCRATCH: f"size={spec.scratch_mb}m,mode=1777", "/tmp": "size=16m,mode=1777"},
                 shm_size="16m",
-                mem_limit=f"{spec.memory_mb}m",
-                memswap_limit=f"{spec.memory_mb}m",
-                pids_limit=spec.pids,
+                mem_limit=f"{memory_mb}m",
+                memswap_limit=f"{memory_mb}m",
+                pids_limit=max(spec.pids, GVISOR_PIDS) if spec.runtime == "runsc" else spec.pids,
                 nano_cpus=int(spec.cpus * 1e9),
                 cap_drop=["ALL"],
                 cap_add=["SETUID", "SETGID", "KILL"],

@@ -5,9 +5,10 @@ Each check takes a started, clean sandbox and raises ``AssertionError`` where a 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 
-from sandboxes.base import ExecutionResult, Sandbox
+from sandboxes.base import ExecutionResult, Limits, Sandbox
 
 Check = Callable[[Sandbox], Awaitable[None]]
 
@@ -212,7 +213,119 @@ async def a_session_cannot_answer_for_the_next_call(box: Sandbox) -> None:
     _is(result, "2\n")
 
 
+async def a_reset_carries_nothing_over(box: Sandbox) -> None:
+    poison = (
+        "import builtins, json, os, signal, subprocess, sys, threading, time\n"
+        "os.environ['LEFT'] = '1'; os.umask(0); os.makedirs('d/e'); open('d/e/f', 'w').write('x'); "
+        "open('json.py', 'w').close()\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN); subprocess.Popen(['sleep', '600'])\n"
+        "threading.Thread(target=time.sleep, args=(600,), daemon=True).start(); sys.setrecursionlimit(70)\n"
+        "builtins.LEFT = json.LEFT = 1; os.chdir('d')"
+    )
+    look = (
+        "import builtins, json, os, signal, sys\n"
+        "mask = os.umask(0o22)\n"
+        "pids = [p for p in os.listdir('/proc') if p.isdigit()] if os.getppid() == 1 else ['1', '2']\n"
+        "print(os.environ.get('LEFT'), oct(mask), os.listdir('.'), hasattr(builtins, 'LEFT'), hasattr(json, 'LEFT'),\n"
+        "      sys.getrecursionlimit() > 70, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, len(pids) <= 3)"
+    )
+    clean = "None 0o22 [] False False True True True\n"
+    for session in (None, "a"):
+        await box.exec(poison, session=session)
+        await box.reset()
+        _is(await box.exec(look), clean)
+        _is(await box.exec(look, session="a"), clean)
+        await box.reset()
+
+
+async def variables_reach_the_call_they_are_given_to(box: Sandbox) -> None:
+    code = "import os; print(os.environ.get('GIVEN'), os.environ['HOME'] == os.getcwd())"
+    _is(await box.exec(code, environment={"GIVEN": "x y"}), "x y True\n")
+    _is(await box.exec(code), "None True\n")
+
+
+async def files_come_back_and_lead_nowhere_else(box: Sandbox) -> None:
+    code = (
+        "import os; os.makedirs('d'); open('d/a', 'wb').write(bytes(range(256))); os.symlink('/etc/passwd', 'link');\n"
+        "os.symlink('/etc', 'out'); os.mkfifo('pipe'); os.mkdir('folder'); open('locked', 'w').close(); "
+        "os.chmod('locked', 0)"
+    )
+    names = ["d/a", "link", "out/passwd", "pipe", "folder", "missing", "main.py"]
+    result = await box.exec(code, fetch=names)
+    assert result.files == {"d/a": bytes(range(256))}, result
+    again = await box.exec("print(open('d/b/c').read())", files={"d/b/c": b"in"}, fetch=["d/b/c"])
+    assert (again.stdout, again.files) == ("in\n", {"d/b/c": b"in"}), again
+    assert (await box.exec("", files={"out/x": b""})).status == "error"
+    for name in ("../a", "/etc/passwd", "a/../../b", "", "a//b", "a\0"):
+        for options in ({"files": {name: b""}}, {"fetch": [name]}):
+            try:
+                await box.exec("print(1)", **options)  # type: ignore[arg-type]
+            except ValueError:
+                continue
+            raise AssertionError(f"the file name {name!r} was taken")
+
+
+async def limits_of_a_call_hold_for_it_alone(box: Sandbox) -> None:
+    spent = await box.exec("print('said')\nwhile True: pass", limits=Limits(cpu_s=1), timeout_s=20)
+    _is(spent, "said\n", "timeout")
+    assert spent.wall_s < 10, spent
+    taken = await box.exec("x = bytearray(150 * 2**20)", limits=Limits(memory_mb=100))
+    assert taken.status == "memory", taken
+    opened = await box.exec("held = [open('/dev/null') for _ in range(40)]", limits=Limits(open_files=32))
+    assert "Too many open files" in opened.stderr, opened
+    cut = await box.exec("print('x' * 1000)", limits=Limits(output_bytes=100))
+    assert cut.stdout_cut_bytes == 901, cut
+    _is(
+        await box.exec("x = bytearray(150 * 2**20); held = [open('/dev/null') for _ in range(40)]; print('y' * 1000)"),
+        "y" * 1000 + "\n",
+    )
+
+
+async def other_interpreters_run_as_python_does(box: Sandbox) -> None:
+    result = await box.exec(
+        "read line; echo $line $A >&2; cat in; exit 3",
+        language="sh",
+        stdin="said\n",
+        environment={"A": "a"},
+        files={"in": b"file"},
+    )
+    assert (result.stdout, result.stderr, result.exit_code, result.status) == ("file", "said a\n", 3, "error"), result
+    late = await box.exec("echo before; sleep 60", language="sh", timeout_s=1.5)
+    _is(late, "before\n", "timeout")
+    _is(await box.exec("yes | head -n 1", language="sh"), "y\n")  # the pipe breaks as it should
+    missing = await box.exec("x", language="no-such-interpreter")
+    assert (missing.exit_code, missing.status) == (127, "error"), missing
+    _is(await box.exec("print(1)"), "1\n")
+
+
+async def output_is_told_while_the_program_runs(box: Sandbox) -> None:
+    loop = asyncio.get_running_loop()
+    heard: list[tuple[str, bytes, float]] = []
+    code = (
+        "import sys, time\nprint('a'); time.sleep(0.5); print('b', file=sys.stderr); "
+        "time.sleep(0.5); print('c' * 10**6)"
+    )
+    for session in (None, "a"):
+        heard.clear()
+        result = await box.exec(
+            code, session=session, on_output=lambda name, data: heard.append((name, data, loop.time()))
+        )
+        assert [(name, data) for name, data, _ in heard[:2]] == [("stdout", b"a\n"), ("stderr", b"b\n")], heard[:2]
+        assert heard[1][2] - heard[0][2] > 0.2, heard[:2]
+        told = b"".join(data for name, data, _ in heard if name == "stdout")
+        assert 1000 < len(told) < 100_000, "the beginning, up to output_bytes"
+        assert set(told[2:]) == set(b"c"), told[:20]
+        assert result.stdout.startswith("a\nccc"), result
+        assert result.stdout_cut_bytes > 900_000, result
+
+
 CHECKS: tuple[Check, ...] = (
+    a_reset_carries_nothing_over,
+    variables_reach_the_call_they_are_given_to,
+    files_come_back_and_lead_nowhere_else,
+    limits_of_a_call_hold_for_it_alone,
+    other_interpreters_run_as_python_does,
+    output_is_told_while_the_program_runs,
     empty_source_is_a_program,
     a_syntax_error_reads_as_python_says_it,
     a_source_that_is_no_text_is_the_programs_error,

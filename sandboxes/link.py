@@ -238,6 +238,7 @@ def settings_of(
     uid: int | None,
     has_cgroup: bool = False,
     count_processes: bool = False,
+    system_v: bool = False,
     remove_scratch: bool = False,
 ) -> dict[str, Any]:
     """The worker's first frame."""
@@ -251,6 +252,7 @@ def settings_of(
         "open_files": spec.open_files,
         # A memory cgroup counts what is used; without one only address space can be bounded, process by process.
         "address_space_mb": 0 if has_cgroup else spec.memory_mb,
+        "system_v": system_v,  # whether programs can make System V objects, in a namespace of ours alone
         "processes": spec.pids if count_processes else 0,
         "environment": {
             "PATH": "/usr/local/bin:/usr/bin:/bin",

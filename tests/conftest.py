@@ -22,6 +22,16 @@ def docker_reason() -> str:
     return "" if done.returncode == 0 else f"no Docker engine or no sandbox image ({done.stderr.strip()})"
 
 
+def runsc_reason() -> str:
+    """Why gVisor tests cannot run; empty when they can."""
+    probe = ["docker", "info", "--format", "{{json .Runtimes}}"]
+    try:
+        done = subprocess.run(probe, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"no Docker engine ({error})"
+    return "" if '"runsc"' in done.stdout else "the Docker engine has no runtime runsc"
+
+
 def bwrap_reason() -> str:
     """Why bubblewrap tests cannot run; empty when they can."""
     from sandboxes import SandboxSpec, SandboxUnavailable
@@ -38,6 +48,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reasons: dict[str, str] = {}
     if any(item.get_closest_marker("docker") for item in items):
         reasons["docker"] = docker_reason()
+    if any(item.get_closest_marker("runsc") for item in items):
+        reasons["runsc"] = runsc_reason()
     if any(item.get_closest_marker("bwrap") for item in items):
         reasons["bwrap"] = bwrap_reason()
     if importlib.util.find_spec("vllm") is None:

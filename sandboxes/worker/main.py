@@ -24,7 +24,7 @@ import sys
 import time
 from typing import Any
 
-from .program import prepare, read_frame, run_once, run_session, tell
+from .program import open_folder, prepare, read_frame, run_once, run_session, tell
 from .system import (
     PR_SET_CHILD_SUBREAPER,
     PR_SET_DUMPABLE,
@@ -297,7 +297,10 @@ def outcome(
         return {"exit_code": None, "signal": None, "timed_out": True}
     if os.WIFSIGNALED(wait_status):
         number = os.WTERMSIG(wait_status)
-        if number in (signal.SIGXCPU, signal.SIGKILL) and cpu_limit_s and (cpu_s or 0.0) > cpu_limit_s - 0.1:
+        is_spent = number == signal.SIGXCPU or (
+            number == signal.SIGKILL and (cpu_s or 0.0) > 0.8 * (cpu_limit_s or 0.0)
+        )
+        if cpu_limit_s and is_spent:
             return {"exit_code": None, "signal": None, "timed_out": True}
         return {"exit_code": None, "signal": number, "timed_out": False}
     return {"exit_code": os.WEXITSTATUS(wait_status), "signal": None, "timed_out": False}
@@ -330,7 +333,7 @@ def read_file(scratch: str, name: str) -> list[str]:
     try:
         *folders, last = name.split("/")
         for folder in folders:
-            inner = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
+            inner = open_folder(folder, at)
             os.close(at)
             at = inner
         fd = os.open(last, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=at)
@@ -338,10 +341,11 @@ def read_file(scratch: str, name: str) -> list[str]:
         return []
     finally:
         os.close(at)
+    about = os.fstat(fd)
+    if not stat.S_ISREG(about.st_mode) or about.st_size > FETCH_BYTES:
+        os.close(fd)
+        return []
     with open(fd, "rb") as file:
-        about = os.fstat(fd)
-        if not stat.S_ISREG(about.st_mode) or about.st_size > FETCH_BYTES:
-            return []
         return [base64.b64encode(file.read(FETCH_BYTES)).decode("ascii")]
 
 

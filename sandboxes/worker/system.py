@@ -16,6 +16,8 @@ PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
 PR_SET_CHILD_SUBREAPER = 36
 MADV_COLLAPSE = 25
+RLIMIT_MSGQUEUE = 12  # resource has it from Python 3.13 on, if at all
+IPC_RMID = 0
 HUGE_PAGE = 2 * 1024 * 1024
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -100,6 +102,7 @@ def set_limits(settings: dict[str, Any], request: dict[str, Any]) -> None:
     megabyte = 1024 * 1024
     limits = [
         (resource.RLIMIT_CORE, 0, 0),
+        (RLIMIT_MSGQUEUE, 0, 0),  # a POSIX queue outlives its maker, and cannot be listed to be removed
         (resource.RLIMIT_FSIZE, settings["scratch_mb"] * megabyte, 0),
         (resource.RLIMIT_NOFILE, request.get("open_files") or settings["open_files"], 0),
     ]
@@ -109,7 +112,12 @@ def set_limits(settings: dict[str, Any], request: dict[str, Any]) -> None:
         # Every thread may use a core until the deadline: the limit is for what a deadline cannot see.
         limits.append((resource.RLIMIT_CPU, int(request["timeout_s"] * (os.cpu_count() or 1)) + 2, 0))
     if settings["address_space_mb"]:
-        limits.append((resource.RLIMIT_AS, settings["address_space_mb"] * megabyte, 0))
+        space_mb = settings["address_space_mb"]
+        if request.get("memory_mb"):
+            with open("/proc/self/statm") as file:
+                held_mb = int(file.read().split()[0]) * resource.getpagesize() // megabyte
+            space_mb = min(space_mb, held_mb + request["memory_mb"])
+        limits.append((resource.RLIMIT_AS, space_mb * megabyte, 0))
     if request.get("memory_mb"):
         limits.append((resource.RLIMIT_DATA, request["memory_mb"] * megabyte, 0))
     if settings["processes"]:
@@ -117,7 +125,11 @@ def set_limits(settings: dict[str, Any], request: dict[str, Any]) -> None:
     for kind, soft, room in limits:
         _, most = resource.getrlimit(kind)
         hard = soft + room if most == resource.RLIM_INFINITY else min(soft + room, most)
-        resource.setrlimit(kind, (min(soft, hard), hard))
+        try:
+            resource.setrlimit(kind, (min(soft, hard), hard))
+        except ValueError:
+            if kind != RLIMIT_MSGQUEUE:  # gVisor lets nobody change it
+                raise
 
 
 def become_user(settings: dict[str, Any]) -> None:
@@ -183,9 +195,33 @@ def is_empty(folder: str) -> bool:
         return False
 
 
+def system_v() -> list[tuple[str, int]]:
+    """Kind and id of every System V object of our namespace."""
+    found = []
+    for kind in ("shm", "sem", "msg"):
+        try:
+            with open(f"/proc/sysvipc/{kind}") as file:
+                found += [(kind, int(line.split()[1])) for line in file.read().splitlines()[1:]]
+        except OSError:
+            pass
+    return found
+
+
+def remove_system_v() -> None:
+    for kind, number in system_v():
+        if kind == "sem":
+            libc.semctl(number, 0, IPC_RMID)
+        else:
+            (libc.shmctl if kind == "shm" else libc.msgctl)(number, IPC_RMID, None)
+
+
 def wipe_all(settings: dict[str, Any]) -> bool:
-    """True when the folders that programs write to are empty."""
-    if all(is_empty(folder) for folder in settings["wipe"]):
+    """True when the folders that programs write to are empty, and no System V object is left where some may be."""
+
+    def is_clean() -> bool:
+        return all(is_empty(folder) for folder in settings["wipe"]) and not (settings["system_v"] and system_v())
+
+    if is_clean():
         return True  # the usual case; a fork would cost more than all the rest of a reset
     pid = os.fork()
     if pid == 0:
@@ -196,8 +232,10 @@ def wipe_all(settings: dict[str, Any]) -> bool:
             for folder in settings["wipe"]:
                 if os.path.isdir(folder):
                     wipe(folder)
+            if settings["system_v"]:
+                remove_system_v()
             code = 0
         finally:
             os._exit(code)
     _, status = os.waitpid(pid, 0)
-    return status == 0 and all(is_empty(folder) for folder in settings["wipe"])
+    return status == 0 and is_clean()

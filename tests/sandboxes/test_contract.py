@@ -14,20 +14,21 @@ from sandboxes.contract import CHECKS, Check, check
 
 DOCKER = pytest.param("docker", marks=[pytest.mark.docker, pytest.mark.slow])
 BWRAP = pytest.param("bwrap", marks=[pytest.mark.bwrap])
+GVISOR = pytest.param("docker runsc", marks=[pytest.mark.docker, pytest.mark.runsc, pytest.mark.slow])
 REMOTE_DOCKER = pytest.param("remote docker", marks=[pytest.mark.docker, pytest.mark.slow])
 
 
-@pytest.fixture(scope="module", params=["local", BWRAP, DOCKER, "remote local", REMOTE_DOCKER])
+@pytest.fixture(scope="module", params=["local", BWRAP, DOCKER, GVISOR, "remote local", REMOTE_DOCKER])
 def running(request: pytest.FixtureRequest) -> Iterator[tuple[asyncio.Runner, Sandbox]]:
     """One sandbox for all checks, as a pool would use it."""
     with asyncio.Runner() as runner:
         kind, _, served = request.param.partition(" ")
-        service = ServiceProcess(kind=served) if served else None
+        service = ServiceProcess(kind=served) if kind == "remote" else None
         if service is not None:
             os.environ["AGENT_RL_SANDBOX_TOKEN"] = TOKEN
             runner.run(service.__aenter__())
         hosts = (service.url,) if service else ()
-        box = make_sandbox(SandboxSpec(kind=kind, hosts=hosts, memory_mb=256, size=1))
+        box = make_sandbox(SandboxSpec(kind=kind, hosts=hosts, runtime=None if service else served or None, size=1))
         runner.run(box.start())
         yield runner, box
         runner.run(box.close())
