@@ -31,6 +31,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
     build = verb("build", "build the Docker image from Debian packages", "sudo agent-rl sandbox build", _build)
     build.add_argument("--tag", default=SandboxSpec().image)
+    build.add_argument(
+        "--from",
+        dest="base",
+        metavar="IMAGE",
+        help="a Debian image of a registry to build on, such as debian:bookworm-slim",
+    )
     build.add_argument("--if-missing", action="store_true", help="do nothing where the image exists")
     verb("list", "sandbox containers of this Docker engine", "agent-rl sandbox list", _list)
     clean = verb("clean", "remove containers that dead runs left", "agent-rl sandbox clean", _clean)
@@ -81,12 +87,13 @@ def _guarded(run: Callable[[argparse.Namespace], int], arguments: argparse.Names
 
 
 def _build(arguments: argparse.Namespace) -> int:
-    from sandboxes.image import build_image, has_image
+    from sandboxes.image import build_image, build_on, has_image
 
     if arguments.if_missing and has_image(arguments.tag):
         print(f"{arguments.tag} is there")
         return 0
-    print(f"built {arguments.tag}: {build_image(arguments.tag)}")
+    image = build_on(arguments.base, arguments.tag) if arguments.base else build_image(arguments.tag)
+    print(f"built {arguments.tag}: {image}")
     return 0
 
 

@@ -207,6 +207,8 @@ class DockerSandbox(WorkerSandbox):
         if self._stream is not None:
             self._stream.close()
             self._stream = None
+            self._attached._response.close()  # else its descriptor waits for the garbage collector
+            self._attached.close()
         if self.container_id is not None:
             await _in_thread(self._remove)
 

@@ -1,4 +1,4 @@
-"""The sandbox image: Debian with Python, numpy and sympy, built without any image registry."""
+"""The sandbox image: Debian with Python, numpy and sympy, from Debian's packages alone or on a base of a registry."""
 
 from __future__ import annotations
 
@@ -37,6 +37,22 @@ def build_image(tag: str, *, release: str = "bookworm", say: Callable[[str], Non
         return _import(root, tag)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def build_on(base: str, tag: str) -> str:
+    """Build ``tag`` by the engine from ``Dockerfile`` on a Debian ``base``; returns the image id.
+
+    Raises:
+        SandboxUnavailable: no Docker engine, or the build failed (last lines in the message).
+    """
+    connect().close()
+    command = ["docker", "build", "--quiet", "--tag", tag, "--build-arg", f"BASE={base}", "-"]
+    dockerfile = Path(__file__).with_name("Dockerfile").read_text()
+    done = subprocess.run(command, input=dockerfile, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        said = " | ".join((done.stdout + done.stderr).strip().splitlines()[-3:])
+        raise SandboxUnavailable(f"docker build on {base} failed: {said}")
+    return done.stdout.strip()
 
 
 def has_image(tag: str) -> bool:

@@ -1,30 +1,32 @@
-"""Sandbox latency and throughput beside ``docker exec`` and the bare fork: python tests/benchmarks/bench_sandbox.py
+"""Sandboxes beside ``docker exec`` and the bare fork: python tests/benchmarks/bench_sandbox.py [ROUNDS]
 
-Prints a Markdown table. All rows come from one run on one machine, alternating, so that a busy neighbour hits all.
+Prints Markdown tables. All figures come from one run on one machine, the ways taking turns, so that a busy neighbour
+hits all of them. Needs a Docker engine and the sandbox image.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from sandboxes import Sandbox, SandboxPool, SandboxSpec, make_sandbox
+from sandboxes.bench import PROGRAMS, machine, program, rate, row, times
 from sandboxes.container import DockerSandbox, connect
+from sandboxes.wire import TOKEN_VARIABLE
 
-PROGRAMS = {
-    "print(1)": "print(1)",
-    "numpy": "import numpy as np; print(np.linalg.det(np.eye(3)))",
-    "sympy": "import sympy as s; x = s.Symbol('x'); print(s.solve(x**2 - 5 * x + 6, x))",
-}
-
-
-def fork_floor() -> None:
-    """The least that a fresh process can cost: fork, one byte through a pipe, wait."""
+WIDTHS = (1, 4, 16, 64)
+FLOOR = """
+import os, sys, time
+for name in sys.argv[1:]: __import__(name)
+for _ in range(300):
+    began = time.perf_counter()
     read_fd, write_fd = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -32,140 +34,168 @@ def fork_floor() -> None:
         os._exit(0)
     os.read(read_fd, 1)
     os.waitpid(pid, 0)
-    os.close(read_fd)
-    os.close(write_fd)
+    os.close(read_fd); os.close(write_fd)
+    print(1e3 * (time.perf_counter() - began))
+"""
+"""The least that a fresh process can cost: fork, one byte through a pipe, wait."""
+
+BARE = SandboxSpec(kind="docker", preload=(), warm=0)
+LOADED = SandboxSpec(kind="docker", warm=0)
+
+Call = Callable[[], Awaitable[object]]
 
 
-async def times(call: Callable[[], Awaitable[object]], count: int) -> list[float]:
-    """Milliseconds of each of ``count`` calls, one after the other."""
-    taken = []
-    for _ in range(count):
-        started = time.perf_counter()
-        await call()
-        taken.append(1e3 * (time.perf_counter() - started))
-    return taken
+def docker_exec(client: Any, container: Any, code: str) -> Call:
+    async def call() -> object:
+        done = await asyncio.to_thread(container.exec_run, ["python3", "-c", code])
+        assert done.output, "a call gave no output"
+        return done
+
+    return call
 
 
-def row(name: str, program: str, taken: list[float]) -> None:
-    p99 = sorted(taken)[min(len(taken) - 1, int(0.99 * len(taken)))]
-    print(f"| {name} | {program} | {statistics.median(taken):.2f} | {p99:.2f} | {len(taken)} |", flush=True)
-
-
-def must(result_stdout: str) -> None:
-    assert result_stdout, "a call gave no output"
-
-
-async def latency(box: Sandbox, docker_id: str, rounds: int) -> None:
-    client = connect()
-
-    async def engine(code: str) -> None:
-        must((await asyncio.to_thread(client.containers.get(docker_id).exec_run, ["python3", "-c", code])).output)
-
-    async def fresh(code: str) -> None:
-        must((await box.exec(code)).stdout)
-
-    async def session(code: str) -> None:
-        must((await box.exec(code, session="bench")).stdout)
-
-    async def floor(code: str) -> None:
-        fork_floor()
-
+async def latency(boxes: dict[str, Sandbox], engine: Callable[[str], Call], rounds: int) -> None:
     print("| way | program | p50 ms | p99 ms | calls |\n|---|---|---|---|---|")
+    medians: dict[tuple[str, str], float] = {}
     for name, code in PROGRAMS.items():
-        taken: dict[str, list[float]] = {"docker exec": [], "fresh process": [], "session": []}
-        await session(code)
+        ways: dict[str, tuple[Call, int]] = {"docker exec": (engine(code), 4)}
+        for way, box in boxes.items():
+            ways[way] = (program(box, code), 20)
+        ways["session"] = (program(boxes["fresh process"], code, "bench"), 40)
+        ways["session over HTTP"] = (program(boxes["fresh process over HTTP"], code, "bench"), 40)
+        taken: dict[str, list[float]] = {way: [] for way in ways}
+        for call, _ in ways.values():
+            await call()
         for _ in range(rounds):
-            await box.exec("pass")  # ends nothing of the session; keeps the worker warm after the engine's call
-            taken["docker exec"] += await times(lambda code=code: engine(code), 2)  # type: ignore[misc]
-            taken["fresh process"] += await times(lambda code=code: fresh(code), 20)  # type: ignore[misc]
-            taken["session"] += await times(lambda code=code: session(code), 40)  # type: ignore[misc]
+            for way, (call, count) in ways.items():
+                await call()  # the first one after another way has run pays for cold caches
+                taken[way] += await times(call, count)
         for way, values in taken.items():
-            row(way, name, values)
-    row("bare fork (floor)", "-", await times(lambda: floor(""), 200))
-    client.close()
+            medians[way, name] = statistics.median(values)
+            print(row(way, name, values), flush=True)
+        for box in boxes.values():
+            await box.reset()
+    for loaded in ((), ("numpy", "sympy")):
+        command = ["docker", "run", "--rm", "--network", "none", LOADED.image, "python3", "-c", FLOOR, *loaded]
+        floor = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=True)
+        values = [float(line) for line in floor.stdout.split()]
+        print(row("fork floor", "numpy, sympy loaded" if loaded else "bare", values), flush=True)
+    print("\n| times below docker exec | print(1) | numpy | sympy |\n|---|---|---|---|")
+    for way in ("bare fresh process", "fresh process", "session", "fresh process over HTTP", "session over HTTP"):
+        cells = (f"{medians['docker exec', name] / medians[way, name]:.0f}" for name in PROGRAMS)
+        print(f"| {way} | {' | '.join(cells)} |")
 
 
-async def throughput(docker_id: str) -> None:
-    client = connect()
-    print("\n| in flight | docker exec /s | fresh process /s | with lease and reset /s |\n|---|---|---|---|")
-    for width in (1, 4, 16):
+async def throughput(container: Any, client: Any, service: str) -> None:
+    print(
+        "\n| in flight | docker exec /s | bare fresh /s | fresh /s | session /s | leased, run, reset /s |"
+        " over HTTP /s | bare to docker exec |\n|---|---|---|---|---|---|---|---|"
+    )
+    for width in WIDTHS:
+        rates: list[float] = []
+        engine = [docker_exec(client, container, "print(1)")] * width
+        engine_rates = [await rate(engine, max(20, width))]
+        for spec in (BARE, LOADED):
+            boxes = [make_sandbox(spec) for _ in range(width)]
+            await asyncio.gather(*(box.start() for box in boxes))
+            await rate([program(box, "print(1)") for box in boxes], 2 * width)
+            rates.append(await rate([program(box, "print(1)") for box in boxes], 400))
+            if spec is LOADED:
+                await rate([program(box, "print(1)", "s") for box in boxes], 2 * width)
+                rates.append(await rate([program(box, "print(1)", "s") for box in boxes], 4000))
+            await asyncio.gather(*(box.close() for box in boxes))
+            engine_rates.append(await rate(engine, max(20, width)))
+        remote = SandboxSpec(kind="remote", hosts=(service,), size=min(width, 16))
+        for pool_spec in (LOADED.model_copy(update={"size": width, "warm": 0}), remote):
+            async with SandboxPool(pool_spec) as pool:
 
-        async def rate(call: Callable[[], Awaitable[object]], count: int, width: int = width) -> float:
-            left = iter(range(count))
+                async def leased(pool: SandboxPool = pool) -> object:
+                    async with pool.lease() as box:
+                        return await program(box, "print(1)")()
 
-            async def work() -> None:
-                for _ in left:
-                    await call()
+                await rate([leased] * width, 2 * width)
+                rates.append(await rate([leased] * width, 200))
+        engine_rate = statistics.median(engine_rates)
+        cells = (f"{one:.0f}" for one in (engine_rate, *rates))
+        print(f"| {width} | {' | '.join(cells)} | {rates[0] / engine_rate:.1f} |", flush=True)
 
+
+async def start_up(client: Any) -> None:
+    print()
+    for name, spec in (("bare", BARE), ("numpy, sympy preloaded", LOADED)):
+        cold, memory = [], []
+        for _ in range(5):
             started = time.perf_counter()
-            await asyncio.gather(*(work() for _ in range(width)))
-            return count / (time.perf_counter() - started)
-
-        async def engine() -> None:
-            must(
-                (
-                    await asyncio.to_thread(client.containers.get(docker_id).exec_run, ["python3", "-c", "print(1)"])
-                ).output
-            )
-
-        async with SandboxPool(SandboxSpec(kind="docker", size=width)) as pool:
-
-            async def leased(pool: SandboxPool = pool) -> None:
-                async with pool.lease() as box:
-                    must((await box.exec("print(1)")).stdout)
-
-            await rate(leased, width)
-            leases = await rate(leased, 100)
-        boxes = [make_sandbox(SandboxSpec(kind="docker")) for _ in range(width)]
-        for box in boxes:
+            box = DockerSandbox(spec)
             await box.start()
-        free = list(boxes)
-
-        async def fresh(free: list[Sandbox] = free) -> None:
-            box = free.pop()
-            must((await box.exec("print(1)")).stdout)
-            free.append(box)
-
-        fresh_rate = await rate(fresh, 200)
-        engine_rate = await rate(engine, max(10, 2 * width))
-        for box in boxes:
+            await box.exec("print(1)")
+            cold.append(time.perf_counter() - started)
+            await box.reset()
+            memory.append(client.api.stats(box.container_id, stream=False)["memory_stats"]["usage"] / 2**20)
             await box.close()
-        print(f"| {width} | {engine_rate:.0f} | {fresh_rate:.0f} | {leases:.0f} |", flush=True)
-    client.close()
+        print(
+            f"- {name}: from nothing to the first result {statistics.median(cold):.2f} s (median of {len(cold)}); "
+            f"an idle sandbox holds {statistics.median(memory):.0f} MiB"
+        )
+    async with SandboxPool(LOADED.model_copy(update={"size": 1, "warm": 1})) as pool:
 
+        async def first() -> object:
+            async with pool.lease() as box:
+                return await box.exec("print(1)")
 
-async def cold() -> None:
-    taken = []
-    for _ in range(5):
-        started = time.perf_counter()
-        box = make_sandbox(SandboxSpec(kind="docker"))
-        await box.start()
-        await box.exec("print(1)")
-        taken.append(time.perf_counter() - started)
-        await box.close()
-    print(f"\ncold start to first result: {statistics.median(taken):.2f} s (median of {len(taken)})")
+        await first()
+        taken = await times(first, 100)
+        print(f"- from lease to first result, warm: p50 {statistics.median(taken):.2f} ms, with the reset after it")
 
 
 def start_plain() -> str:
-    """A container for ``docker exec``: same image, no worker; it ends by itself after ten minutes."""
-    options = ["--detach", "--rm", "--network", "none", "--stop-timeout", "0"]
-    command = ["docker", "run", *options, SandboxSpec().image, "sleep", "600"]
+    """A container for ``docker exec``: same image, no worker; it ends by itself after a while."""
+    options = ["--detach", "--rm", "--network", "none", "--stop-timeout", "0", "--cap-drop", "ALL", "--read-only"]
+    command = ["docker", "run", *options, SandboxSpec().image, "sleep", "1200"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+async def start_service() -> tuple[asyncio.subprocess.Process, str]:
+    command = ["sandbox", "serve", "--kind", "docker", "--bind", "127.0.0.1:0", "--size", "16", "--per-client", "64"]
+    served = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "agent_rl", *command, stdout=asyncio.subprocess.PIPE
+    )
+    assert served.stdout is not None
+    line = (await served.stdout.readline()).decode()
+    found = re.search(r"http://\S+", line)
+    assert found, f"the service did not start: {line}"
+    return served, found.group()
 
 
 async def main() -> None:
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 10
-    print(f"Python {sys.version.split()[0]}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}\n")
-    name = await asyncio.to_thread(start_plain)
+    os.environ.setdefault(TOKEN_VARIABLE, "bench")
+    client = connect()
+    plain = await asyncio.to_thread(start_plain)
+    served, service = await start_service()
+    boxes: dict[str, Sandbox] = {
+        "bare fresh process": make_sandbox(BARE),
+        "fresh process": make_sandbox(LOADED),
+        "fresh process over HTTP": make_sandbox(SandboxSpec(kind="remote", hosts=(service,))),
+    }
     try:
-        box = DockerSandbox(SandboxSpec(kind="docker"))
-        await box.start()
-        await latency(box, name, rounds)
-        await box.close()
-        await throughput(name)
-        await cold()
+        container = client.containers.get(plain)
+        for box in boxes.values():
+            await box.start()
+        print(f"{machine()}\n")
+        await latency(boxes, lambda code: docker_exec(client, container, code), rounds)
+        for box in boxes.values():
+            await box.close()
+        await throughput(container, client, service)
+        await start_up(client)
+        print(f"\nafter: {machine()}")
     finally:
-        await asyncio.to_thread(subprocess.run, ["docker", "rm", "-f", name], capture_output=True)
+        for box in boxes.values():
+            await box.close()
+        served.terminate()
+        await served.wait()
+        await asyncio.to_thread(client.api.remove_container, plain, force=True)
+        client.close()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,79 @@
+"""``agent-rl sandbox``: every verb does what its help says, and bad input is one line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+VERBS = ("build", "list", "run", "clean", "bench", "serve")
+
+
+def sandbox(*arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "agent_rl", "sandbox", *arguments],
+        capture_output=True,
+        text=True,
+        input=stdin,
+        env={**os.environ, "AGENT_RL_SANDBOX_TOKEN": "", **environment},
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_has_an_example(verb: str) -> None:
+    done = sandbox(verb, "--help")
+    assert done.returncode == 0
+    assert f"agent-rl sandbox {verb}" in done.stdout.partition("example:")[2]
+
+
+def test_run_passes_on_what_the_program_did(tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text("import sys\nprint('out')\nprint('err', file=sys.stderr)\nsys.exit(3)")
+    done = sandbox("run", str(file), "--kind", "local")
+    assert (done.returncode, done.stdout) == (3, "out\n")
+    assert done.stderr.endswith("err\n")
+    late = sandbox("run", "-", "--kind", "local", "--timeout", "0.5", stdin="while True: pass")
+    assert late.returncode == 1
+    assert "ended by timeout after 0.5" in late.stderr
+    shell = sandbox("run", "-", "--kind", "local", "--language", "sh", stdin="echo from a shell")
+    assert shell.stdout == "from a shell\n"
+
+
+def test_bench_prints_a_table() -> None:
+    done = sandbox("bench", "--kind", "local", "--calls", "5", "--size", "2")
+    assert done.returncode == 0, done.stderr
+    assert "| fresh process | print(1) |" in done.stdout
+    assert "| session | print(1) |" in done.stdout
+    assert "fresh processes a second, 2 in flight" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("run", "no-such-file.py"), "No such file"),
+        (("run", "-", "--kind", "remote"), "needs --sandbox.hosts"),
+        (("serve", "--kind", "local"), "clients need a token: set AGENT_RL_SANDBOX_TOKEN"),
+        (("serve", "--kind", "local", "--bind", "8088"), "--bind '8088': HOST:PORT"),
+        (("serve", "--kind", "local", "--tokens", "/dev/null"), "each line is a client's name and its token"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: tuple[str, ...], message: str) -> None:
+    environment = {"AGENT_RL_SANDBOX_TOKEN": "t"} if "remote" in arguments else {}
+    done = sandbox(*arguments, **environment)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.docker
+@pytest.mark.slow
+def test_list_and_clean_speak_of_containers() -> None:
+    assert sandbox("list").returncode == 0
+    done = sandbox("clean")
+    assert done.returncode == 0
+    assert "removed " in done.stdout
