@@ -169,7 +169,7 @@ def _print_report(folder: Path, console: object) -> None:
 def _guarded(run: Callable[[], None]) -> int:
     """0, or 2 after one line on stderr for what a user can mend, or 1 after one line for a run that had to stop."""
     from agent_rl.engines.base import EngineFailure, PublishError
-    from agent_rl.errors import ConfigError
+    from agent_rl.errors import ConfigError, LearnerFailure
     from agent_rl.rollout import TooManyFailures
     from sandboxes.base import SandboxFailure, SandboxUnavailable
 
@@ -178,7 +178,7 @@ def _guarded(run: Callable[[], None]) -> int:
     except (ConfigError, SandboxUnavailable) as error:
         print(f"agent-rl: {error}", file=sys.stderr)
         return 2
-    except (PublishError, TooManyFailures, EngineFailure, SandboxFailure) as error:
+    except (PublishError, TooManyFailures, EngineFailure, LearnerFailure, SandboxFailure) as error:
         print(f"agent-rl: the run stopped: {error}", file=sys.stderr)
         return 1
     return 0

@@ -15,10 +15,10 @@ from rich.console import Console
 
 from agent_rl.codec import ChatCodec
 from agent_rl.config import ConfigError, LearnerConfig, RunConfig
-from agent_rl.learner import Learner
-from agent_rl.models import load_model, load_tokenizer
+from agent_rl.models import load_tokenizer
 from agent_rl.pack import SampledSequence
 from agent_rl.progress import bars
+from agent_rl.ranks import make_learner
 from agent_rl.rollout import Place, run_episode
 from agent_rl.seeds import derive_seed
 from agent_rl.setup import Setup
@@ -58,9 +58,11 @@ async def cold_start(
     settings = config.cold_start
     tokenizer = load_tokenizer(base)
     codec = ChatCodec(tokenizer, system_text=setup.system_text)
-    learner = Learner(
-        load_model(base, config.model.dtype),
+    learner = make_learner(
+        base,
+        config.model.dtype,
         LearnerConfig(
+            ranks=config.learner.ranks,
             lr=settings.lr,
             betas=(0.9, 0.95),  # a short run: the second moment must settle within it
             warmup_steps=20,
@@ -68,6 +70,7 @@ async def cold_start(
             layout=config.learner.layout,
         ),
         temperature=1.0,
+        threads=config.threads,
     )
     with bars(console) as progress:
         bar = progress.add_task("traces  ", total=TRACES)

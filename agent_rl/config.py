@@ -169,6 +169,7 @@ class LearnerConfig(Section):
     """How weights change."""
 
     zero_stage: Literal[0, 1, 2, 3] = Field(2, description="of DeepSpeed ZeRO")
+    ranks: int = Field(1, ge=1, description="processes that share the work, as Ray actors, a GPU each where there are")
     optimizer: Literal["adamw", "sgd"] = "adamw"
     lr: float = Field(1e-6, gt=0)
     warmup_steps: int = Field(0, ge=0, description="linear from lr / warmup_steps")

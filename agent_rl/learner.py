@@ -6,23 +6,29 @@ results of all are the same everywhere. Nothing here ranks, averages or decides:
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from agent_rl.config import LearnerConfig
+from agent_rl.errors import LearnerFailure
 from agent_rl.lora import add_adapter, merged_tensors
 from agent_rl.pack import MicroBatch, SampledSequence, pack
 from agent_rl.policy import Policy, check_head
 from stare import TokenStatistics, surrogate_sum
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +76,24 @@ def init_distributed() -> None:
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
 
 
+def _out_of_memory(method: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """``method``, whose running out of memory names the settings that need less."""
+
+    @functools.wraps(method)
+    def guarded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        try:
+            return method(*args, **kwargs)
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "memory" not in str(error):
+                raise
+            raise LearnerFailure(
+                f"the learner ran out of memory in {method.__name__} ({str(error).strip().splitlines()[0]}): lower "
+                "learner.micro_tokens or learner.chunk_tokens, or set learner.activation_checkpointing"
+            ) from error
+
+    return guarded
+
+
 class Learner:
     """The policy under training.
 
@@ -101,6 +125,7 @@ class Learner:
             self.engine.clip_fp32_gradients = self._clip
         self.rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.device = self.engine.device
+        self.dtype: torch.dtype = model.dtype
         self.steps_taken = 0
 
     def pack(self, sequences: Sequence[SampledSequence]) -> list[list[MicroBatch]]:
@@ -114,6 +139,7 @@ class Learner:
         )
 
     @torch.no_grad()
+    @_out_of_memory
     def score(self, micro_batches: Sequence[Sequence[MicroBatch]], num_tokens: int) -> TokenStatistics:
         """Logprob, entropy and Phi [T] of every sampled token, on the CPU of every rank, under the current weights."""
         columns = torch.zeros(3, num_tokens)
@@ -131,6 +157,7 @@ class Learner:
             columns = columns.cpu()
         return TokenStatistics(*columns)
 
+    @_out_of_memory
     def step(
         self,
         micro_batches: Sequence[Sequence[MicroBatch]],

@@ -23,11 +23,11 @@ from agent_rl.cold_start import starting_model
 from agent_rl.collect import Collected, Collector
 from agent_rl.config import RunConfig
 from agent_rl.engines import make_engine
-from agent_rl.learner import Learner
-from agent_rl.models import load_model, load_tokenizer
+from agent_rl.models import load_tokenizer
 from agent_rl.plan import Plan, UpdateBatch, update_batch
 from agent_rl.progress import Clock, StepProgress
 from agent_rl.publish import Publisher
+from agent_rl.ranks import AnyLearner, make_learner
 from agent_rl.records import RunRecords, rollout_metrics, trajectory_record
 from agent_rl.setup import Setup, keep_tokenizer, open_run, preflight
 from agent_rl.types import Trajectory
@@ -58,8 +58,12 @@ async def _train(config: RunConfig, setup: Setup, console: Console) -> Path:
         keep_tokenizer(source, folder)
         tokenizer = load_tokenizer(source)
         codec = ChatCodec(tokenizer, system_text=setup.system_text)
-        learner = Learner(
-            load_model(source, config.model.dtype), config.learner, temperature=config.rollout.temperature
+        learner = make_learner(
+            source,
+            config.model.dtype,
+            config.learner,
+            temperature=config.rollout.temperature,
+            threads=config.threads,
         )
         stack.callback(learner.close)
         state = restore(folder, config, learner, console)
@@ -103,7 +107,7 @@ async def _train(config: RunConfig, setup: Setup, console: Console) -> Path:
     return folder
 
 
-def restore(folder: Path, config: RunConfig, learner: Learner, console: Console) -> RunState:
+def restore(folder: Path, config: RunConfig, learner: AnyLearner, console: Console) -> RunState:
     """The state to go on from; weights and optimizer are loaded into ``learner``."""
     found = checkpoint.folders(folder / "checkpoints")
     if not found:

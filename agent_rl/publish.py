@@ -14,8 +14,8 @@ import torch
 
 from agent_rl.codec import ChatCodec
 from agent_rl.engines.base import Engine, PublishError
-from agent_rl.learner import Learner
 from agent_rl.pack import SampledSequence
+from agent_rl.ranks import AnyLearner
 from agent_rl.types import Sampling
 from envs.types import Opening
 
@@ -31,7 +31,7 @@ NOISE = 1e-4
 class Publisher:
     """Publishes and checks; remembers the last canary to tell new weights from old ones."""
 
-    def __init__(self, engine: Engine, learner: Learner, codec: ChatCodec, *, temperature: float) -> None:
+    def __init__(self, engine: Engine, learner: AnyLearner, codec: ChatCodec, *, temperature: float) -> None:
         self._engine = engine
         self._learner = learner
         self._prompt = codec.open(Opening(messages=({"role": "user", "content": "Say something."},), tools=()))
@@ -58,7 +58,7 @@ class Publisher:
         engine = torch.tensor(generation.logprobs)
         learner = self._score(generation.token_ids)
         difference = float((engine - learner).abs().max())
-        tolerance = TOLERANCE[self._learner.model.dtype]
+        tolerance = TOLERANCE[self._learner.dtype]
         if not difference <= tolerance:
             raise PublishError(
                 f"weight sync failed: canary logprobs of version {version} differ by {difference:.2g} nats "

@@ -168,8 +168,8 @@ def sft(
     Raises:
         ConfigError: no model, no traces, a bad row, or no trace within ``max_tokens``.
     """
-    from agent_rl.learner import Learner
-    from agent_rl.models import chat_template, check_model_folder, load_model, load_tokenizer
+    from agent_rl.models import chat_template, check_model_folder, load_tokenizer
+    from agent_rl.ranks import make_learner
 
     console = console or Console()
     check_model_folder(str(model))
@@ -192,7 +192,7 @@ def sft(
         soft_wrap=True,
     )
     work = out.with_name(out.name + ".work")
-    learner = Learner(load_model(model, dtype), config, temperature=1.0)
+    learner = make_learner(model, dtype, config, temperature=1.0)
     if (work / "done").is_file():
         learner.load(work / (work / "done").read_text())
         console.print(f"going on after step {learner.steps_taken}, from {work}", highlight=False)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from agent_rl.config import StareConfig
-from agent_rl.learner import Learner, StepReport
+from agent_rl.learner import StepReport
 from agent_rl.pack import MicroBatch, SampledSequence
 from agent_rl.plan import (
     DEFAULT_SCENARIO,
@@ -26,6 +26,7 @@ from agent_rl.plan import (
     plan_from_sampler,
 )
 from agent_rl.progress import Clock
+from agent_rl.ranks import AnyLearner
 from agent_rl.records import Row, update_metrics
 from agent_rl.types import Trajectory
 from stare import Controller
@@ -40,7 +41,7 @@ def start_controllers(config: StareConfig) -> dict[str, Controller]:
 
 
 def update(
-    learner: Learner,
+    learner: AnyLearner,
     batch: UpdateBatch,
     trajectories: Sequence[Trajectory],
     controllers: Mapping[str, Controller],
@@ -94,7 +95,9 @@ def update(
     return plan, update_metrics(plan, batch, report, entropy_change=change, decode=decode)
 
 
-def _step(learner: Learner, batch: UpdateBatch, plan: Plan, packed: RankedBatches, config: StareConfig) -> StepReport:
+def _step(
+    learner: AnyLearner, batch: UpdateBatch, plan: Plan, packed: RankedBatches, config: StareConfig
+) -> StepReport:
     """The optimizer step or steps of a plan; with ``reuse`` the report has the statistics of their forwards."""
     wants_statistics = config.score == "reuse"
     parts = mini_batches(batch, config.mini_batches)
