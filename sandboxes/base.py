@@ -104,7 +104,7 @@ class SandboxSpec(BaseModel):
     network: bool = Field(False, description="whether programs reach the network (docker only)")
     preload: tuple[str, ...] = Field(("numpy", "sympy"), description="modules that every program finds imported")
     size: int = Field(4, ge=1, description="sandboxes of this run at once")
-    warm: int = Field(0, ge=0, description="sandboxes kept started ahead of being asked for, at most size")
+    warm: int = Field(1, ge=0, description="sandboxes kept started ahead of being asked for, at most size")
     max_uses: int = Field(1000, ge=1, description="leases after which a sandbox is replaced, clean or not")
 
     @model_validator(mode="before")

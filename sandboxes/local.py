@@ -23,6 +23,7 @@ class LocalSandbox(WorkerSandbox):
 
     kind = "local"
     isolated = False
+    python = sys.executable  # what the worker and the programs run in
 
     def __init__(self, spec: SandboxSpec) -> None:
         self.spec = spec
@@ -33,7 +34,7 @@ class LocalSandbox(WorkerSandbox):
         self._scratch = tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{os.getpid()}-{start_ticks(os.getpid())}-")
         try:
             self.process = await asyncio.create_subprocess_exec(
-                sys.executable,
+                self.python,
                 "-I",
                 "-c",
                 BOOTSTRAP,
@@ -43,7 +44,7 @@ class LocalSandbox(WorkerSandbox):
                 start_new_session=True,  # Ctrl-C goes to us, who then close it
             )
         except OSError as error:
-            raise SandboxUnavailable(f"cannot start {sys.executable}: {error}") from error
+            raise SandboxUnavailable(f"cannot start {self.python}: {error}") from error
         self.link = WorkerLink(ProcessBytes(self.process), isolated=False)
         settings = settings_of(
             self.spec.model_copy(update={"preload": ()}),  # quick to start, and rarely the interpreter that has them

@@ -37,7 +37,7 @@ SLOW = "import time; print('on my way', flush=True); time.sleep(30)"
     params=["local", pytest.param("docker", marks=[pytest.mark.docker, pytest.mark.slow])], ids=["local", "docker"]
 )
 async def either(request: pytest.FixtureRequest) -> AsyncIterator[Resources]:
-    async with Resources(SandboxSpec(kind=request.param, size=2, timeout_s=20)) as opened:
+    async with Resources(SandboxSpec(kind=request.param, size=2, warm=0, timeout_s=20)) as opened:
         yield opened
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from sandboxes import SandboxFailure, SandboxPool, SandboxSpec, SandboxUnavailable, resolve
+from sandboxes import SandboxBusy, SandboxFailure, SandboxPool, SandboxSpec, SandboxUnavailable, resolve
 from sandboxes.local import LocalSandbox
+from sandboxes.owner import start_ticks
+from sandboxes.reaper import remove_folders
 
 LOCAL = SandboxSpec(kind="local", size=2, warm=0)
 
@@ -17,6 +21,7 @@ async def test_no_more_than_size_at_once_and_served_in_order() -> None:
     async with SandboxPool(LOCAL) as pool:
         order: list[int] = []
         most = running = 0
+        both = asyncio.Event()
 
         async def use(number: int) -> None:
             nonlocal most, running
@@ -24,7 +29,9 @@ async def test_no_more_than_size_at_once_and_served_in_order() -> None:
                 order.append(number)
                 running += 1
                 most = max(most, running)
-                await asyncio.sleep(0.05)
+                if running == 2:
+                    both.set()
+                await both.wait()
                 running -= 1
 
         await asyncio.gather(*(use(number) for number in range(12)))
@@ -120,3 +127,88 @@ async def test_one_that_died_while_idle_is_replaced_before_anybody_sees_it() -> 
         async with pool.lease() as box:
             assert (await box.exec("print(1)")).stdout == "1\n"
         assert (pool.counters.started, pool.counters.discarded) == (2, 1)
+
+
+async def test_sandboxes_are_ready_before_they_are_asked_for() -> None:
+    async with SandboxPool(SandboxSpec(kind="local", size=3, warm=2)) as pool:
+        async with asyncio.timeout(20):
+            while pool.counters.started < 2:  # noqa: ASYNC110  # a counter, not an event
+                await asyncio.sleep(0.01)
+        async with pool.lease(), pool.lease(), pool.lease():
+            assert pool.counters.leased == 3
+        assert pool.counters.started == 3
+        assert pool.counters.wait.count == 3
+
+
+async def test_a_lease_takes_over_a_sandbox_that_is_on_its_way() -> None:
+    async with SandboxPool(SandboxSpec(kind="local", size=1, warm=1)) as pool:
+        async with pool.lease() as box:
+            assert (await box.exec("print(1)")).stdout == "1\n"
+        assert pool.counters.started == 1
+    async with SandboxPool(SandboxSpec(kind="local", size=1, warm=1)):
+        pass  # closed while one is on its way
+
+
+async def test_a_sandbox_is_replaced_after_its_number_of_uses() -> None:
+    async with SandboxPool(SandboxSpec(kind="local", size=1, warm=0, max_uses=2)) as pool:
+        workers = set()
+        for _ in range(5):
+            async with pool.lease() as box:
+                workers.add((await box.exec("import os; print(os.getppid())")).stdout)
+        assert (len(workers), pool.counters.started, pool.counters.retired, pool.counters.discarded) == (3, 3, 2, 0)
+
+
+async def test_a_full_queue_refuses() -> None:
+    async with SandboxPool(SandboxSpec(kind="local", size=1), max_waiting=1) as pool:
+        async with pool.lease():
+            waiter = asyncio.create_task(pool.lease().__aenter__())
+            await asyncio.sleep(0)
+            with pytest.raises(SandboxBusy, match="1 others wait for one of 1 sandboxes"):
+                async with pool.lease():
+                    pass
+            waiter.cancel()
+            await asyncio.wait([waiter])
+        async with pool.lease() as box:  # the cancelled waiter left no trace
+            assert (await box.exec("print(1)")).stdout == "1\n"
+        assert (pool.counters.refused, pool.counters.waiting, pool.counters.leased) == (1, 0, 0)
+
+
+async def test_one_that_stopped_answering_while_idle_is_found_before_it_is_leased(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sandboxes.pool.TEND_S", 0.1)
+    monkeypatch.setattr("sandboxes.link.START_S", 1.0)
+    async with SandboxPool(SandboxSpec(kind="local", size=1, warm=1)) as pool:
+        async with pool.lease() as box:
+            assert isinstance(box, LocalSandbox)
+            assert box.process is not None
+            pid = box.process.pid
+        os.kill(pid, signal.SIGSTOP)  # alive, but deaf
+        async with asyncio.timeout(20):
+            while pool.counters.discarded == 0 or pool.counters.started < 2:  # noqa: ASYNC110  # counters
+                await asyncio.sleep(0.05)
+        async with pool.lease() as box:
+            assert (await box.exec("print(1)")).stdout == "1\n"
+
+
+async def test_what_a_pool_did_is_counted() -> None:
+    async with SandboxPool(SandboxSpec(kind="local", size=1, warm=0)) as pool:
+        async with pool.lease() as box:
+            await box.exec("print(1)")
+            await box.exec("while True: pass", timeout_s=0.3)
+            await box.exec("1 / 0")
+        counters = pool.counters
+        assert counters.results == {"ok": 1, "timeout": 1, "error": 1}
+        assert (counters.exec.count, counters.start.count, counters.wait.count) == (3, 1, 1)
+        assert 0.3 <= counters.exec.longest_s < counters.exec.total_s < 10
+        assert sum(counters.exec.buckets) == 3
+
+
+def test_scratch_folders_of_dead_owners_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    dead = tmp_path / "agent-rl-sandbox-999999-1-x"
+    mine = tmp_path / f"agent-rl-sandbox-{os.getpid()}-{start_ticks(os.getpid())}-x"
+    for folder in (dead, mine, tmp_path / "something-else"):
+        (folder / "d").mkdir(parents=True)
+    assert remove_folders() == [str(dead)]
+    assert sorted(one.name for one in tmp_path.iterdir()) == sorted([mine.name, "something-else"])
