@@ -223,6 +223,24 @@ class ColdStartConfig(Section):
     guesses: float = Field(0.0, ge=0, lt=1, description="share of traces that guess instead of calling the tool")
 
 
+class EvaluationConfig(Section):
+    """Looks at the run from outside, on a schedule; see ``agent_rl.evaluation.training``."""
+
+    every: int = Field(0, ge=0, description="steps; 0: never. Also before the first step")
+    suite: str = Field("", description="a suite or an environment id; the task's environment when empty")
+    scenario: Literal["short_cot", "long_cot", "tool_use"] | None = Field(None, description="of a named suite")
+    data: str | None = Field(None, description="a file, or a folder with NAME.jsonl files")
+    options: dict[str, Any] = Field(default_factory=dict, description="of the environment; the task's when empty")
+    k: int = Field(1, ge=1, description="samples of a problem")
+    limit: int | None = Field(64, ge=1, description="problems of each part, the same ones every time")
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(0.7, gt=0, le=1)
+    max_tokens: int | None = Field(None, ge=1, description="of one turn; the rollout's when unset")
+    max_seconds: float | None = Field(None, gt=0, description="of one; what it cuts counts for nothing")
+    keep_best: bool = Field(True, description="the weights that scored best, in the folder `best`")
+    patience: int = Field(0, ge=0, description="evaluations without a better score that end the run; 0: never")
+
+
 class CheckpointConfig(Section):
     every: int = Field(10, ge=1, description="steps")
     keep: int = Field(1, ge=1, description="newest ones kept")
@@ -249,6 +267,7 @@ class RunConfig(Section):
     stare: StareConfig = StareConfig()
     learner: LearnerConfig = LearnerConfig()
     cold_start: ColdStartConfig = ColdStartConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     records: RecordsConfig = RecordsConfig()
 

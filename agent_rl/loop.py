@@ -23,6 +23,7 @@ from agent_rl.cold_start import starting_model
 from agent_rl.collect import Collected, Collector
 from agent_rl.config import RunConfig
 from agent_rl.engines import make_engine
+from agent_rl.evaluation.training import TrainingEvaluation
 from agent_rl.models import load_tokenizer
 from agent_rl.plan import Plan, UpdateBatch, update_batch
 from agent_rl.progress import Clock, StepProgress
@@ -84,7 +85,23 @@ async def _train(config: RunConfig, setup: Setup, console: Console) -> Path:
             seed=config.seed,
             on_episode=progress.episode_done,
         )
-        while state.step < config.steps:
+        evaluation = TrainingEvaluation(
+            config,
+            setup.evaluation,
+            resources=resources,
+            dialect=setup.dialect,
+            engine=engine,
+            codec=codec,
+            console=console,
+            last_step=state.step,
+        )
+
+        def export(target: Path) -> None:
+            learner.export(target, tokenizer)
+
+        if evaluation.is_due(state.step):
+            await evaluation.look(state.step, export)
+        while state.step < config.steps and not evaluation.has_stalled:
             step, clock = state.step + 1, Clock()
             progress.start_episodes(config.rollout.prompts * config.rollout.group)
             collected, cursor = await collect(collector, setup, config, step, state.cursor)
@@ -96,11 +113,14 @@ async def _train(config: RunConfig, setup: Setup, console: Console) -> Path:
             )
             row |= {"canary_gap": await publisher.publish(step), "cursor": cursor}
             clock.lap("sync")
+            if evaluation.is_due(step):
+                row |= await evaluation.look(step, export)
+                clock.lap("evaluation")
             controllers = dict(plan.controllers) if plan else state.controllers
             state = replace(state, step=step, cursor=cursor, controllers=controllers)
             row = rollout_metrics(trajectories, batch, collected.cancelled_tokens) | row | clock.row()
             records.write(step, row, sampled_records(trajectories, batch, plan, step, config.records.trajectories))
-            if step % config.checkpoint.every == 0 or step == config.steps:
+            if step % config.checkpoint.every == 0 or step == config.steps or evaluation.has_stalled:
                 checkpoint.save(folder / "checkpoints", state, learner.save, keep=config.checkpoint.keep)
             progress.step_done(step, row)
         learner.export(folder / "model", tokenizer)

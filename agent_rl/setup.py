@@ -16,6 +16,8 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from agent_rl.config import ConfigError, RunConfig, differing_keys, validate
+from agent_rl.evaluation.suites import Part
+from agent_rl.evaluation.training import evaluation_parts
 from agent_rl.models import chat_template, check_model_folder
 from agent_rl.seeds import shuffled_index
 from envs import EnvSpec, Limits, Resources, Task, TaskSource, ToolEnv, get
@@ -35,6 +37,7 @@ class Setup:
     tasks: TaskSource
     dialect: Dialect
     sandbox: SandboxSpec  # with its kind resolved
+    evaluation: tuple[Part, ...] = ()  # what evaluations of the run are about
 
     def task(self, cursor: int) -> Task:
         """The task at this place of the run's endless, seeded order."""
@@ -86,8 +89,9 @@ async def preflight(config: RunConfig, console: Console) -> Setup:
     if config.cold_start.steps and spec.expert is None:
         raise ConfigError(f"cold_start.steps = {config.cold_start.steps}: {spec.id} has no expert to write traces")
     check_continues(config)
+    parts = tuple(evaluation_parts(config, console, tasks))
     sandbox = await resolve(config.sandbox, lambda line: console.print(f"[bold yellow]{line}", soft_wrap=True))
-    return Setup(config=config, spec=spec, tasks=tasks, dialect=dialect, sandbox=sandbox)
+    return Setup(config=config, spec=spec, tasks=tasks, dialect=dialect, sandbox=sandbox, evaluation=parts)
 
 
 def chosen_dialect(config: RunConfig) -> Dialect:
