@@ -101,6 +101,7 @@ def _closing_brace(text: str, start: int) -> int | None:
 
 _SIGNS = {
     "−": "-", "–": "-", "—": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "⁄": "/", "π": r"\pi ",
+    ">=": r"\ge ", "<=": r"\le ",
     "∞": r"\infty ", "°": r"^\circ ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∓": r"\mp ",
     "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "∈": r"\in ", "≈": r"\approx ", "θ": r"\theta ",
     "\u200b": "", "\u200c": "", "\u2060": "", "\ufeff": "", "ℝ": r"\mathbb{R}", "½": r"\frac{1}{2}",
@@ -154,7 +155,10 @@ def normalised(answer: str) -> str:
     text = re.sub(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
     text = re.sub(r"_\{\s*(\w)\s*\}", r"_\1", text)
     text = re.sub(r"\^\{\\circ\}", r"^\\circ", text)
-    text = re.sub(r"\s+", " ", text).strip()
+    text = re.sub(r"\\?\bcis\s*(\\[a-z]+|\w+|\{[^{}]*\}|\([^()]*\))", r"e^{i\1}", text)
+    text = (
+        re.sub(r"\s+", " ", text).strip().strip('`"').removeprefix("=").removesuffix("\\\\").removesuffix(" =").strip()
+    )
     return text.rstrip(".,;").strip() if not text.endswith("...") else text
 
 

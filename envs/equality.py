@@ -105,8 +105,12 @@ def _equal(gold: str, answer: str, leaf: Leaf, depth: int) -> bool:
         digits, other_digits = bases[0] or (gold.upper(), ""), bases[1] or (answer.upper(), "")
         return digits[0] == other_digits[0] and (digits[1] == other_digits[1] or "" in (digits[1], other_digits[1]))
     sides = _sides(gold), _sides(answer)
-    if len(sides[0]) == len(sides[1]) == 2 and sides[0] == sides[1][::-1]:
-        return True
+    if len(sides[0]) == len(sides[1]) == 2:
+        if sides[0] == sides[1][::-1]:
+            return True
+        names = [side[0] for side in sides]
+        if all(len(name) == 1 and name.isalpha() for name in names) and names[0].lower() != names[1].lower():
+            return leaf(_for_algebra(gold), _for_algebra(answer))  # x = 2 is another line than y = 2
     if len(sides[1]) > 1 and (len(sides[0]) == 1 or _is_name(sides[0][0])):
         right = sides[1][0] if _is_name(sides[1][-1]) and not _is_name(sides[1][0]) else sides[1][-1]
         if len(sides[0]) == 1 or _is_name(sides[1][0]):
@@ -277,7 +281,7 @@ _RELATION = re.compile(r"\\le(?![a-z])|\\ge(?![a-z])|<|>")
 
 def _as_interval(text: str) -> str:
     """``x \\ge 0`` as ``[0,\\infty)`` and ``1 < x \\le 2`` as ``(1,2]``; anything else as it is."""
-    if text == r"\mathbb{R}":
+    if re.fullmatch(r"(?:[a-z]\s*\\in\s*)?\\mathbb\{R\}|(?i:all reals|all real numbers|the real numbers)", text):
         return r"(-\infty,\infty)"
     builder = re.fullmatch(r"\\\{\s*[a-zA-Z]\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\\mid|\||:)\s*(.*)\\\}", text)
     if builder:
@@ -330,7 +334,7 @@ def _is_name(text: str) -> bool:
 def _sides(text: str) -> list[str]:
     if _RELATION.search(text) or r"\ne" in text:
         return [text]
-    return [side.strip() for side in text.split("=")] if "=" in text else [text]
+    return [side for side in _split(text, "=") if side] or [text]
 
 
 _BASES = {name: 2 + place for place, name in enumerate("two three four five six seven eight nine ten".split())}

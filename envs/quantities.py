@@ -195,14 +195,23 @@ def without_unit(answer: str) -> tuple[str, str]:
         if not words or set(words) & _NO_UNIT_WORDS or not re.fullmatch(r"[\sA-Za-z/.^\d%~°µ\\-]*", match[1]):
             break
         power = re.sub(r"[\s^{}]", "", match[2] or "")
-        piece = re.sub(r"[\s~\\]", "", match[1]) + (f"^{power}" if power else "")
+        piece = re.sub(r"[\s~\\]+", " ", match[1]).strip() + (f"^{power}" if power else "")
         rest = rest[: match.start()].rstrip()
         joined = re.search(r"(?:/|\\cdot|\\times|\\,|\\ |~|\\;|\\!)\s*$", rest)
         division = "/" if joined and "/" in joined[0] else ""
-        unit = division + piece + unit
+        unit = f"{division}{piece} {unit}"
         while joined:
             rest = rest[: joined.start()].rstrip()
             joined = re.search(r"(?:\\cdot|\\,|\\ |~|\\;|\\!|/)\s*$", rest)
     if not unit or not re.search(r"[\w})]$", rest):
         return answer, ""
-    return rest, unit
+    return rest, _product_of_units(unit)
+
+
+def _product_of_units(text: str) -> str:
+    """One spelling for units that are multiplied and divided: ``m/s`` and ``m s^-1`` are ``m s^-1``."""
+    powers: dict[str, int] = {}
+    for division, name, power in re.findall(r"(/?)\s*([A-Za-z°µ%]+)(?:\^(-?\d+))?", text):
+        key = _canonical_unit(name.lower() if name.lower() in _UNITS else name)
+        powers[key] = powers.get(key, 0) + int(power or 1) * (-1 if division else 1)
+    return " ".join(key if power == 1 else f"{key}^{power}" for key, power in sorted(powers.items()) if power)
