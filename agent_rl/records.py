@@ -19,6 +19,9 @@ from agent_rl.plan import DEFAULT_SCENARIO, Plan, UpdateBatch
 from agent_rl.types import Trajectory
 from stare import most_chosen, quadrants, selection_report
 
+WIDE_GAP = 0.05
+"""|sampler - learner| of a token's logprob, nats, from which it counts as wide: a ratio off by 5 %."""
+
 Row = dict[str, Any]
 """Metric name -> number, flag, None where unknown, or (``chosen_tokens`` alone) a list."""
 
@@ -68,7 +71,8 @@ def update_metrics(
     follow as ``gate/NAME`` and so on; without a name they are those of the default scenario, the entropy that of all.
     """
     learner_logp_T = plan.logp_old_T if report is None or report.statistics is None else report.statistics.logp
-    gap = (batch.sampler_logp_T - learner_logp_T).abs()
+    difference = batch.sampler_logp_T - learner_logp_T
+    gap = difference.abs()
     return {
         "entropy": plan.entropy,  # nats, mean over the sampled tokens of the update batch
         **_controller_metrics(plan),
@@ -88,6 +92,8 @@ def update_metrics(
         "lr": report.lr if report else None,
         "logprob_gap_mean": float(gap.mean()),  # |sampler - learner|, nats
         "logprob_gap_max": float(gap.max()),
+        "logprob_gap_share": float((gap > WIDE_GAP).double().mean()),  # of tokens wider apart than WIDE_GAP
+        "sampler_kl": float(difference.double().mean()),  # KL(sampler || learner), nats a token, k1 estimate
     }
 
 
