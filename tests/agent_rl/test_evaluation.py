@@ -169,30 +169,26 @@ def test_a_larger_limit_keeps_the_problems_of_a_smaller(size: int) -> None:
 # A policy that is always right, and one that never is.
 
 
-@pytest.mark.parametrize(("right", "expected"), [(True, 1.0), (False, 0.0)], ids=["right", "wrong"])
+@pytest.mark.parametrize(("right", "limit", "problems"), [(True, None, 1547), (False, 60, 280)], ids=["right", "wrong"])
 async def test_who_solves_all_six_sets_scores_one_and_who_does_not_zero(
-    six_sets: Path, tmp_path: Path, right: bool, expected: float
+    six_sets: Path, tmp_path: Path, right: bool, limit: int | None, problems: int
 ) -> None:
-    """Every gold answer of the paper's sets grades as right, and nothing else does."""
+    """Every gold answer of the paper's sets grades as right, and a wrong one as wrong."""
     gold = {row["id"]: row["answer"] for row in ANSWERS}
 
     def answer(body: dict[str, Any]) -> str:
         return f"It follows that \\boxed{{{gold[named(body)] if right else '-987654321/7'}}}."
 
     async with serving(answer) as served:
-        folder = await asyncio.to_thread(
-            evaluate,
-            checked(model=served.url, suite="stare-math", data=str(six_sets), k=1, output=str(tmp_path)),
-            QUIET,
+        settings = checked(
+            model=served.url, suite="stare-math", data=str(six_sets), k=1, limit=limit, output=str(tmp_path)
         )
+        folder = await asyncio.to_thread(evaluate, settings, QUIET)
     tree = json.loads((folder / "results.json").read_text())
-    assert {name: part["avg"]["value"] for name, part in tree["parts"].items()} == dict.fromkeys(
-        tree["parts"], expected
-    )
-    assert tree["average"]["value"] == expected
-    assert tree["total"]["scored"] == len(ANSWERS) == 1547
-    assert tree["total"]["void"] == 0
-    assert {row.verdict for row, _ in read_rows(folder)} <= ({"correct"} if right else {"wrong"})
+    assert {part["avg"]["value"] for part in tree["parts"].values()} == {float(right)}
+    assert tree["average"]["value"] == float(right)
+    assert (tree["total"]["scored"], tree["total"]["void"]) == (problems, 0)
+    assert {row.verdict for row, _ in read_rows(folder)} == {"correct" if right else "wrong"}
 
 
 # What is finished stays finished.
