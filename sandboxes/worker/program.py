@@ -5,6 +5,7 @@ Standard library only, Python >= 3.8.
 
 from __future__ import annotations
 
+import _signal  # signal's own functions look up enumerations, which writes to 40 pages that a fork shares
 import atexit
 import base64
 import errno
@@ -83,10 +84,10 @@ def open_stdin() -> None:
 
 def become_program(settings: dict[str, Any], control: socket.socket, out: int, err: int) -> None:
     """The part of becoming a program that does not depend on which: descriptors, signals, random numbers."""
-    signal.set_wakeup_fd(-1)
-    for number in (signal.SIGCHLD, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _signal.set_wakeup_fd(-1)
+    for number in (_signal.SIGCHLD, _signal.SIGTERM):
+        _signal.signal(number, _signal.SIG_DFL)
+    _signal.signal(_signal.SIGINT, _signal.default_int_handler)
     os.setsid()
     os.dup2(out, 1)
     os.dup2(err, 2)
