@@ -13,8 +13,10 @@ from pathlib import Path
 import cloudpickle
 from gymnasium.utils.env_checker import check_env
 
+from envs.catalog import SPECS
 from envs.env import ToolEnv
 from envs.parsers import DIALECTS
+from envs.registration import get, ids
 from envs.types import ModelTurn, Task, TurnResult
 
 Make = Callable[[], ToolEnv]
@@ -109,12 +111,16 @@ def check_hash_seeds(make: Make) -> None:
     """Fresh interpreters with other hash seeds see the same question and answer the same (sets have another order)."""
     program = (
         "import cloudpickle, sys\n"
-        "env = cloudpickle.load(sys.stdin.buffer)()\n"
+        "from envs import register\n"
+        "make, specs = cloudpickle.load(sys.stdin.buffer)\n"
+        "for spec in specs: register(spec)\n"
+        "env = make()\n"
         "seen = [env.reset(seed=5), env.step('hm')]\n"
         "env.close()\n"
         "print(repr(seen))\n"
     )
-    pickled = cloudpickle.dumps(make)
+    shipped = {spec.id for spec in SPECS}
+    pickled = cloudpickle.dumps((make, [get(env_id) for env_id in ids() if env_id not in shipped]))
     seen = []
     for seed in ("1", "2"):
         # What the caller can import, the other interpreter can.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -10,24 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from envs.grader import Grader
 from envs.rewards import Episode
 from envs.types import Task
-
-# The model's own files must not be imported by the program that judges them.
-CHECKER = """
-import sys
-sys.path[:] = [p for p in sys.path if p.startswith(('/usr', sys.prefix, sys.base_prefix))]
-import json, os
-found = {}
-for name in WANTED:
-    try:
-        if os.path.islink(name) or os.path.getsize(name) > 1_000_000:
-            found[name] = None
-        else:
-            with open(name, encoding='utf-8', errors='replace') as file:
-                found[name] = file.read()
-    except OSError:
-        found[name] = None
-print(json.dumps(found))
-"""
 
 
 async def wanted_files(episode: Episode, grader: Grader) -> float:
@@ -38,15 +19,15 @@ async def wanted_files(episode: Episode, grader: Grader) -> float:
     wanted: dict[str, str | None] = episode.task.meta["wanted"]
     if episode.sandbox is None or not episode.sandbox.leased:
         return 0.0
-    result = await episode.sandbox.run(f"WANTED = {sorted(wanted)!r}\n{CHECKER}")
-    if result.status != "ok":
-        raise RuntimeError(f"the checker ended by {result.status}: {result.stderr[-200:]}")
-    found = json.loads(result.stdout)
-    return float(all(_lines(found[name]) == _lines(content) for name, content in wanted.items()))
+    found = await episode.sandbox.fetch(sorted(wanted))
+    return float(all(_lines(found.get(name)) == _lines(content) for name, content in wanted.items()))
 
 
-def _lines(text: str | None) -> list[str] | None:
-    return None if text is None else [line.rstrip() for line in text.rstrip().split("\n")]
+def _lines(content: bytes | str | None) -> list[str] | None:
+    if content is None:
+        return None
+    text = content.decode(errors="replace") if isinstance(content, bytes) else content
+    return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
 class FilesOptions(BaseModel):

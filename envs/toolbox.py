@@ -19,7 +19,7 @@ async def python_session(ctx: ToolContext, code: str) -> ToolOutput:
     Args:
         code: the lines to run
     """
-    result = await ctx.run_python(code, keep=True, session=SESSION)
+    result = await ctx.run(code, keep=True, session=SESSION)
     text = describe_execution(result)
     if result.session_began and ctx.state.get("session_ran"):
         text = f"[the interpreter was restarted: earlier variables are gone]\n{text}"
@@ -95,7 +95,7 @@ async def _run(ctx: ToolContext, program: str) -> ToolOutput:
     """The program's output; an error of the file system is one line, not a traceback of ours."""
     indented = "\n".join("    " + line for line in program.splitlines())
     guarded = f"import sys\ntry:\n{indented}\nexcept (OSError, UnicodeError) as error:\n    sys.exit(str(error))\n"
-    result = await ctx.run_python(guarded, keep=True)
+    result = await ctx.run(guarded, keep=True)
     return ToolOutput(text=describe_execution(result), succeeded=result.status == "ok")
 
 

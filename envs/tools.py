@@ -16,7 +16,7 @@ import random
 import re
 import symtable
 import textwrap
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints, overload
@@ -66,7 +66,15 @@ class HeldSandbox:
         """Whether the episode has used it, and it has not broken."""
         return self._box is not None
 
-    async def run(self, code: str, *, timeout_s: float | None = None, session: str | None = None) -> ExecutionResult:
+    async def run(
+        self,
+        code: str,
+        *,
+        timeout_s: float | None = None,
+        session: str | None = None,
+        language: str = "python",
+        fetch: Sequence[str] = (),
+    ) -> ExecutionResult:
         """The program's result. Raises ``SandboxFailure`` for our failures; the sandbox is then gone."""
         async with self._turn:
             if self._box is None:
@@ -77,7 +85,15 @@ class HeldSandbox:
                 self._lease = lease
                 if self._files:
                     await self._guarded(self._box.exec("", files=self._files))
-            return await self._guarded(self._box.exec(code, timeout_s=timeout_s, session=session))
+            execution = self._box.exec(code, timeout_s=timeout_s, session=session, language=language, fetch=fetch)
+            return await self._guarded(execution)
+
+    async def fetch(self, names: Sequence[str]) -> dict[str, bytes]:
+        """Files of the working folder, as the sandbox's worker reads them; one that is no regular file is left out.
+
+        No program of the model runs for it, and in a container the worker is another user than its programs.
+        """
+        return (await self.run("", fetch=names)).files
 
     async def _guarded(self, execution: Awaitable[ExecutionResult]) -> ExecutionResult:
         try:
@@ -109,23 +125,30 @@ class ToolContext:
     deadline: float = math.inf  # ``time.monotonic()`` at which the episode's wall time is over
     held: HeldSandbox | None = None  # the episode's own sandbox
 
-    async def run_python(
-        self, code: str, *, timeout_s: float | None = None, keep: bool = False, session: str | None = None
+    async def run(
+        self,
+        code: str,
+        *,
+        timeout_s: float | None = None,
+        keep: bool = False,
+        session: str | None = None,
+        language: str = "python",
     ) -> ExecutionResult:
         """The program's result from a clean sandbox; with ``keep`` from the episode's own, where files stay.
 
-        With ``keep``, ``session`` names a process of that sandbox in which variables stay, too.
+        With ``keep``, ``session`` names a process of that sandbox in which variables stay, too. ``language`` is the
+        name of any interpreter in the sandbox.
 
         Raises ``SandboxFailure`` for our failures.
         """
         if keep:
             if self.held is None:
                 raise ToolBug("the tool wants the episode's sandbox, but is called outside an episode")
-            return await self.held.run(code, timeout_s=timeout_s, session=session)
+            return await self.held.run(code, timeout_s=timeout_s, session=session, language=language)
         if self.pool is None:
             raise ToolBug("the tool wants a sandbox, but the environment was made without a pool")
         async with self.pool.lease() as box:
-            return await box.exec(code, timeout_s=timeout_s)
+            return await box.exec(code, timeout_s=timeout_s, language=language)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,7 +320,7 @@ def _in_sandbox(function: Callable[..., Any]) -> Callable[..., Awaitable[ToolOut
 
     async def run(ctx: ToolContext, **arguments: Any) -> ToolOutput:
         call = start.format(f"{name}(**__import__('json').loads({json.dumps(arguments)!r}))")
-        result = await ctx.run_python(f"class ToolError(Exception): pass\n{source}\nprint({call})\n")
+        result = await ctx.run(f"class ToolError(Exception): pass\n{source}\nprint({call})\n")
         if result.status == "error" and result.stderr.strip():
             reason = result.stderr.strip().splitlines()[-1].removeprefix("ToolError: ")
             return ToolOutput(text=f"Error: {reason}", succeeded=False)
@@ -346,7 +369,7 @@ async def python(ctx: ToolContext, code: str) -> ToolOutput:
     Args:
         code: the program
     """
-    result = await ctx.run_python(code)
+    result = await ctx.run(code)
     return ToolOutput(text=describe_execution(result), succeeded=result.status == "ok")
 
 

@@ -36,6 +36,7 @@ class Box:
         timeout_s: float | None = None,
         stdin: str | None = None,
         files: dict[str, bytes] | None = None,
+        **how: Any,
     ) -> ExecutionResult:
         self.files |= files or {}
         self.programs.append(code)

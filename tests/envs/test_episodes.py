@@ -312,7 +312,7 @@ async def keep(ctx: ToolContext, code: str) -> str:
     Args:
         code: the program
     """
-    return (await ctx.run_python(code, keep=True)).stdout
+    return (await ctx.run(code, keep=True)).stdout
 
 
 async def test_an_episodes_own_sandbox_is_leased_once_with_its_files_and_given_back() -> None:
