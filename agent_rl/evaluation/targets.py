@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,21 +101,43 @@ def exported(checkpoint: Path, tokenizer: Path, tell: Callable[[str], None]) -> 
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from agent_rl.lora import add_adapter, merged_tensors
+    from agent_rl.setup import read_run_config
+
+    whole = checkpoint / "learner" / "mp_rank_00_model_states.pt"  # ZeRO 3 spreads the weights over files of its own
     try:
-        state: dict[str, Any] = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag="learner")
-    except Exception as error:  # DeepSpeed raises whatever its readers raise; the user needs the folder's name
+        with contextlib.redirect_stdout(io.StringIO()):  # it tells about every shard
+            state: dict[str, Any] = (
+                torch.load(whole, map_location="cpu", weights_only=False)["module"]
+                if whole.is_file()
+                else get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag="learner")
+            )
+    except Exception as error:  # whatever their readers raise; the user needs the folder's name
         raise ConfigError(f"checkpoint {checkpoint} cannot be read ({' '.join(str(error).split())[:200]})") from None
-    make: Any = AutoModelForCausalLM
-    model = make.from_config(AutoConfig.from_pretrained(tokenizer), dtype=torch.float32)
-    own = dict(model.named_parameters())
-    if missing := own.keys() - state.keys():
-        raise ConfigError(f"checkpoint {checkpoint} lacks {len(missing)} parameters, first {min(missing)}")
-    with torch.no_grad():
-        for key, parameter in own.items():
-            parameter.copy_(state[key])
+
+    def fresh() -> Any:
+        make: Any = AutoModelForCausalLM
+        return make.from_config(AutoConfig.from_pretrained(tokenizer), dtype=torch.float32)
+
+    def filled(model: Any, tensors: Mapping[str, Any]) -> Any:
+        own = dict(model.named_parameters())
+        if own.keys() - tensors.keys():  # the learner's module holds the model under this name
+            tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+        if missing := own.keys() - tensors.keys():
+            raise ConfigError(f"checkpoint {checkpoint} lacks {len(missing)} parameters, first {min(missing)}")
+        with torch.no_grad():
+            for key, parameter in own.items():
+                parameter.copy_(tensors[key])
+        return model
+
+    lora = read_run_config(tokenizer.parent).learner.lora
+    if lora.rank:
+        adapted = fresh()
+        add_adapter(adapted, lora)
+        state = dict(merged_tensors(filled(adapted, state), lambda parameters: contextlib.nullcontext()))
     aside = checkpoint / "model.partial"
     shutil.rmtree(aside, ignore_errors=True)
-    model.save_pretrained(aside)
+    filled(fresh(), state).save_pretrained(aside)
     for file in tokenizer.iterdir():
         if file.name != "config.json":
             shutil.copy(file, aside / file.name)

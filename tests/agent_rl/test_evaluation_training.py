@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
+from safetensors.torch import load_file
 
 from agent_rl.config import RunConfig, load_config
 from agent_rl.errors import ConfigError
+from agent_rl.evaluation.targets import find_model
 from agent_rl.evaluation.training import evaluation_parts
 from agent_rl.loop import train
+from agent_rl.models import load_tokenizer
 
 SMALL = (
     "--steps 2 --threads 1 --sandbox.kind local --cold_start.steps 2 --cold_start.batch 4 --rollout.prompts 2 "
@@ -76,6 +81,28 @@ def test_a_run_that_gets_no_better_stops_with_its_weights_saved(
     assert [path.name for path in (config.folder / "checkpoints").iterdir()] == ["step-000003"]
     train(config, Console(quiet=True))  # and it stays stopped
     assert len(evaluations(config)) == 4
+
+
+@pytest.mark.parametrize(("rank", "zero_stage"), [(0, 0), (0, 3), (2, 2)])
+def test_a_checkpoint_is_the_model_that_the_run_had(tmp_path: Path, rank: int, zero_stage: int) -> None:
+    """Out of DeepSpeed's files, adapters merged: the very weights that were exported at that step."""
+    more = ["--steps", "1", "--evaluation.every", "0", "--learner.lora.rank", str(rank)]
+    config = config_of(tmp_path, *more, "--learner.zero_stage", str(zero_stage), "--learner.lr", "0.01")
+    train(config, Console(quiet=True))
+    wanted = load_file(config.folder / "model" / "model.safetensors")
+    told: list[str] = []
+    found = find_model(str(config.folder / "checkpoints" / "step-000001"), told.append)
+    assert found.folder == config.folder / "checkpoints" / "step-000001" / "model"
+    assert len(told) == 1
+    made = load_file(found.folder / "model.safetensors")
+    assert made.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(made[name], tensor), name
+    assert find_model(str(config.folder), told.append).folder == config.folder / "model"
+    assert load_tokenizer(found.folder).chat_template == load_tokenizer(config.folder / "model").chat_template
+    shutil.rmtree(config.folder / "model")
+    assert find_model(str(config.folder), told.append).folder == found.folder  # the newest checkpoint
+    assert len(told) == 1  # made once
 
 
 def test_no_schedule_no_evaluation(tmp_path: Path) -> None:
