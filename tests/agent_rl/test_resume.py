@@ -18,7 +18,8 @@ import pytest
 SETTINGS = (
     "--steps 7 --threads 1 --sandbox.kind local --rollout.prompts 3 --rollout.group 4 --rollout.max_tokens 30 "
     "--cold_start.steps 45 --cold_start.batch 24 --cold_start.guesses 0 "
-    "--checkpoint.every 2 --records.trajectories 2 --learner.lr 1e-3"
+    "--checkpoint.every 2 --records.trajectories 2 --learner.lr 1e-3 "
+    "--stare.variant C2 --stare.controller model"  # a state that every step moves
 ).split()
 
 
