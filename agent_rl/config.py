@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from agent_rl.algorithm import Algorithm
 from agent_rl.errors import ConfigError as ConfigError
 from agent_rl.pack import Layout
 from agent_rl.plan import PlanOptions, Selection
@@ -110,7 +111,6 @@ class StareConfig(Section):
         "frozen", description="weights of a later mini-batch: as planned for the batch, or planned again on its own"
     )
     remeasure: bool = Field(False, description="score the batch again after the update: its own change of entropy")
-    divide_by_std: bool = Field(True, description="false: Dr.GRPO")
     loss_mode: LossMode = "token-mean"
     selection: Selection = Field(
         "batch", description="per_micro_batch: the public reference's way, for comparison only"
@@ -155,6 +155,25 @@ class StareConfig(Section):
             loss_mode=self.loss_mode,
             selection=self.selection,
         )
+
+
+class AlgorithmConfig(Section):
+    """The methods around STARE, by name (docs/methods.md, `agent-rl methods list`)."""
+
+    advantage: str = Field("grpo", description="of each trajectory, from the rewards of its group")
+    token_weights: tuple[str, ...] = Field((), description="each multiplies the advantages of tokens, before STARE")
+    options: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="parameters by method, e.g. { pass_at_k = { k = 2 } }"
+    )
+
+    @model_validator(mode="after")
+    def _names_exist(self) -> AlgorithmConfig:
+        assert self.chosen  # raises where a name or option does not exist
+        return self
+
+    @property
+    def chosen(self) -> Algorithm:
+        return Algorithm(advantage=self.advantage, token_weights=self.token_weights, options=self.options)
 
 
 class LoraSettings(Section):
@@ -265,11 +284,18 @@ class RunConfig(Section):
     engine: EngineConfig = EngineConfig()
     rollout: RolloutConfig = RolloutConfig()
     stare: StareConfig = StareConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
     learner: LearnerConfig = LearnerConfig()
     cold_start: ColdStartConfig = ColdStartConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     records: RecordsConfig = RecordsConfig()
+
+    @model_validator(mode="after")
+    def _reuse_fits(self) -> RunConfig:
+        if self.stare.score == "reuse" and self.algorithm.token_weights:
+            raise ValueError("algorithm.token_weights need stare.score 'exact': 'reuse' knows no entropy in time")
+        return self
 
     @model_validator(mode="after")
     def _lengths_fit(self) -> RunConfig:

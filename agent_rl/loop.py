@@ -107,9 +107,16 @@ async def _train(config: RunConfig, setup: Setup, console: Console) -> Path:
             collected, cursor = await collect(collector, setup, config, step, state.cursor)
             trajectories = collected.trajectories
             clock.lap("rollout")
-            batch = update_batch(trajectories, divide_by_std=config.stare.divide_by_std)
+            batch = update_batch(trajectories, config.algorithm.chosen)
             plan, row = update(
-                learner, batch, trajectories, state.controllers, config.stare, clock, decode=tokenizer.decode
+                learner,
+                batch,
+                trajectories,
+                state.controllers,
+                config.stare,
+                clock,
+                algorithm=config.algorithm.chosen,
+                decode=tokenizer.decode,
             )
             row |= {"canary_gap": await publisher.publish(step), "cursor": cursor}
             clock.lap("sync")
@@ -149,7 +156,9 @@ async def collect(
     cancelled: list[int] = []
     groups = 0
     for _ in range(config.rollout.max_rounds):
-        missing = config.rollout.prompts - len({t.group for t in update_batch(trajectories).trajectories})
+        missing = config.rollout.prompts - len(
+            {t.group for t in update_batch(trajectories, config.algorithm.chosen).trajectories}
+        )
         if missing <= 0:
             break
         begun = math.ceil(missing * (1 + config.rollout.oversample))

@@ -111,9 +111,10 @@ def use_of(entry: Method) -> str:
         return f"library only: the caller brings {entry.needs}"
     if entry.hook == "sampling":
         return "built in"
-    return "function"
-    field = {"advantage": "advantage", "turn advantage": "advantage", "token weight": "token_weights", "ratio": "ratio"}
-    return f"--algorithm.{field[entry.hook]} {entry.name}"
+    if entry.name == "stare":
+        return "built in: the section `stare`"
+    field = {"advantage": "advantage", "token weight": "token_weights"}.get(entry.hook)
+    return f"`--algorithm.{field} {entry.name}`" if field else "function"
 
 
 def markdown() -> str:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agent_rl.algorithm import Algorithm
 from agent_rl.pack import MicroBatch, SampledSequence
 from agent_rl.types import Trajectory
 from stare import (
@@ -30,14 +31,16 @@ from stare import (
     TokenStatistics,
     Variant,
     entropy_dynamics,
-    group_advantage,
     omega,
     token_gate,
     token_scale,
     token_sets,
 )
+from stare.neighbours import Tokens
 
 Selection = Literal["batch", "per_micro_batch"]
+
+GRPO = Algorithm()
 
 DEFAULT_SCENARIO = "default"
 """The scenario of every trajectory whose task names none, or one without a target of its own."""
@@ -105,7 +108,7 @@ class Plan:
     logp_old_T: Tensor  # float32 [T], under the weights before this update
     entropy_T: Tensor | None  # float32 [T], nats
     phi_T: Tensor | None  # float32 [T]
-    advantage_T: Tensor  # float64 [T]
+    advantage_T: Tensor  # float64 [T], with the algorithm's token weights
     scale_T: Tensor  # float64 [T], the normaliser: each token's share of the objective
     omega_T: Tensor  # float64 [T]
     sets: TokenSets  # bool [T] each
@@ -134,15 +137,13 @@ class Plan:
         return None if self.entropy_T is None or not self.num_tokens else float(self.entropy_T.double().mean())
 
 
-def update_batch(trajectories: Sequence[Trajectory], *, divide_by_std: bool = True) -> UpdateBatch:
-    """Advantages among the scored members of each group; void rows and groups without a difference leave.
+def update_batch(trajectories: Sequence[Trajectory], algorithm: Algorithm = GRPO) -> UpdateBatch:
+    """Advantages among the scored members of each group; void rows and groups without an advantage leave.
 
     A void trajectory is as if it had not been: neither mean nor std of its group, nor anything later, sees it.
     """
     scored = sorted((t for t in trajectories if not t.is_void), key=lambda t: (t.group, t.member))
-    rewards = torch.tensor([t.reward for t in scored], dtype=torch.float64)
-    groups = torch.tensor([t.group for t in scored], dtype=torch.int64)
-    advantage = group_advantage(rewards, groups, divide_by_std=divide_by_std)
+    advantage = algorithm.advantages(scored)
     informative = {t.group for t, a in zip(scored, advantage.tolist(), strict=True) if a != 0.0}
     kept = [i for i, t in enumerate(scored) if t.group in informative and t.num_sampled > 0]
     return UpdateBatch(
@@ -189,6 +190,7 @@ def make_plan(
     controllers: Mapping[str, Controller],
     options: PlanOptions,
     *,
+    algorithm: Algorithm = GRPO,
     micro_batches: Sequence[MicroBatch] = (),
     steer: bool = True,
 ) -> Plan:
@@ -200,6 +202,7 @@ def make_plan(
         controllers: by scenario, as they were before this batch; its own entropy moves them first (as in the
             reference).
         options: of the selection and the loss.
+        algorithm: whose token weights multiply the advantages first; what they set to 0 takes no part in the ranking.
         micro_batches: of all ranks; only read by ``per_micro_batch``.
         steer: False leaves the controllers as they are (a mini-batch that is planned again).
 
@@ -210,7 +213,16 @@ def make_plan(
     if not (torch.isfinite(logp_T).all() and torch.isfinite(entropy_T).all()):
         raise ValueError("the score pass returned a non-finite logprob or entropy: the weights are broken")
     score_T = {"surprisal": -logp_T, "phi": phi_T, "entropy": entropy_T}[options.selector]
-    plan = _unweighted(batch, score_T, logp_T, controllers, options, micro_batches)
+    advantage_T = torch.repeat_interleave(batch.advantage_B, batch.num_tokens_B)
+    if algorithm.token_weights:
+        row_T = torch.repeat_interleave(torch.arange(len(batch.sequences)), batch.num_tokens_B)
+        sampler_logp_T = batch.sampler_logp_T
+        advantage_T = advantage_T * algorithm.weights(
+            Tokens(
+                logp_T=logp_T, entropy_T=entropy_T, advantage_T=advantage_T, row_T=row_T, sampler_logp_T=sampler_logp_T
+            )
+        )
+    plan = _unweighted(batch, advantage_T, score_T, logp_T, controllers, options, micro_batches)
     plan = replace(plan, entropy_T=entropy_T, phi_T=phi_T)
     if steer:
         plan = _steered(batch, plan, options)
@@ -225,7 +237,8 @@ def plan_from_sampler(batch: UpdateBatch, controllers: Mapping[str, Controller],
     logp_T = batch.sampler_logp_T
     if not torch.isfinite(logp_T).all():
         raise ValueError("the engine returned a non-finite logprob")
-    plan = _unweighted(batch, -logp_T, logp_T, controllers, options, ())
+    advantage_T = torch.repeat_interleave(batch.advantage_B, batch.num_tokens_B)
+    plan = _unweighted(batch, advantage_T, -logp_T, logp_T, controllers, options, ())
     return _weighted(batch, plan, options)
 
 
@@ -243,6 +256,7 @@ def observe(batch: UpdateBatch, plan: Plan, statistics_T: TokenStatistics, optio
 
 def _unweighted(
     batch: UpdateBatch,
+    advantage_T: Tensor,
     score_T: Tensor,
     logp_T: Tensor,
     controllers: Mapping[str, Controller],
@@ -251,7 +265,6 @@ def _unweighted(
 ) -> Plan:
     """The chosen sets, with omega 1 everywhere."""
     counts_B = batch.num_tokens_B
-    advantage_T = torch.repeat_interleave(batch.advantage_B, counts_B)
     scale_T = torch.repeat_interleave(token_scale(counts_B, options.loss_mode), counts_B)
     if options.selection == "batch":
         above = 0.0 if options.selector == "phi" else -math.inf

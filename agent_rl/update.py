@@ -12,11 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from agent_rl.algorithm import Algorithm
 from agent_rl.config import StareConfig
 from agent_rl.learner import StepReport
 from agent_rl.pack import MicroBatch, SampledSequence
 from agent_rl.plan import (
     DEFAULT_SCENARIO,
+    GRPO,
     Plan,
     UpdateBatch,
     frozen_coefficients,
@@ -48,6 +50,7 @@ def update(
     config: StareConfig,
     clock: Clock,
     *,
+    algorithm: Algorithm = GRPO,
     decode: Callable[[int], str] = str,
 ) -> tuple[Plan | None, Row]:
     """Score, plan, step; the plan is None when nothing was measured, so that the controllers stay as they are.
@@ -62,6 +65,7 @@ def update(
         controllers: by scenario.
         config: of the method.
         clock: takes the laps ``score`` and ``update``.
+        algorithm: its token weights.
         decode: text of a token id, for the record of the most chosen tokens.
     """
     learns = bool(batch.trajectories)
@@ -80,12 +84,12 @@ def update(
     else:
         statistics = learner.score(packed, batch.num_tokens)
         flat = [micro_batch for of_rank in packed for micro_batch in of_rank]
-        plan = make_plan(batch, statistics, controllers, config.plan, micro_batches=flat)
+        plan = make_plan(batch, statistics, controllers, config.plan, algorithm=algorithm, micro_batches=flat)
     clock.lap("score")
     report: StepReport | None = None
     change: float | None = None
     if learns:
-        report = _step(learner, batch, plan, packed, config)
+        report = _step(learner, batch, plan, packed, config, algorithm)
         if report.statistics is not None:
             plan = observe(batch, plan, report.statistics, config.plan)
         clock.lap("update")
@@ -96,7 +100,12 @@ def update(
 
 
 def _step(
-    learner: AnyLearner, batch: UpdateBatch, plan: Plan, packed: RankedBatches, config: StareConfig
+    learner: AnyLearner,
+    batch: UpdateBatch,
+    plan: Plan,
+    packed: RankedBatches,
+    config: StareConfig,
+    algorithm: Algorithm,
 ) -> StepReport:
     """The optimizer step or steps of a plan; with ``reuse`` the report has the statistics of their forwards."""
     wants_statistics = config.score == "reuse"
@@ -110,7 +119,9 @@ def _step(
             coefficient_T = frozen_coefficients(plan, part, tokens, config.loss_mode)
         else:
             statistics = learner.score(packed_part, part.num_tokens) if number else plan.statistics(tokens)
-            coefficient_T = make_plan(part, statistics, plan.controllers, config.plan, steer=False).coefficient_T
+            coefficient_T = make_plan(
+                part, statistics, plan.controllers, config.plan, algorithm=algorithm, steer=False
+            ).coefficient_T
         old_T = plan.logp_old_T[tokens]
         reports.append(learner.step(packed_part, coefficient_T, old_T, statistics=wants_statistics))
     return StepReport.joined(reports, [part.num_tokens for part, _ in parts])

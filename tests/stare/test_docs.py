@@ -88,4 +88,4 @@ def test_every_setting_of_the_page_exists() -> None:
     }
     fields = set(StareConfig.model_fields)
     assert named <= fields
-    assert fields - named <= {"divide_by_std", "loss_mode", "selection"}  # of GRPO, and the comparison
+    assert fields - named <= {"loss_mode", "selection"}  # of GRPO, and the comparison
