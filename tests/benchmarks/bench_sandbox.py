@@ -1,7 +1,8 @@
-"""Sandboxes beside ``docker exec`` and the bare fork: python tests/benchmarks/bench_sandbox.py [ROUNDS]
+"""Sandboxes beside ``docker exec`` and the bare fork: python tests/benchmarks/bench_sandbox.py [PART ...]
 
-Prints Markdown tables. All figures come from one run on one machine, the ways taking turns, so that a busy neighbour
-hits all of them. Needs a Docker engine and the sandbox image.
+Prints Markdown tables; the parts are latency, throughput and start, all three when none is named. All figures come from
+one run on one machine, the ways taking turns, so that a busy neighbour hits all of them. Needs a Docker engine and the
+sandbox image.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ async def start_service() -> tuple[asyncio.subprocess.Process, str]:
 
 
 async def main() -> None:
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 10
+    parts = sys.argv[1:] or ["latency", "throughput", "start"]
     os.environ.setdefault(TOKEN_VARIABLE, "bench")
     client = connect()
     plain = await asyncio.to_thread(start_plain)
@@ -183,11 +184,14 @@ async def main() -> None:
         for box in boxes.values():
             await box.start()
         print(f"{machine()}\n")
-        await latency(boxes, lambda code: docker_exec(client, container, code), rounds)
+        if "latency" in parts:
+            await latency(boxes, lambda code: docker_exec(client, container, code), rounds=5)
         for box in boxes.values():
             await box.close()
-        await throughput(container, client, service)
-        await start_up(client)
+        if "throughput" in parts:
+            await throughput(container, client, service)
+        if "start" in parts:
+            await start_up(client)
         print(f"\nafter: {machine()}")
     finally:
         for box in boxes.values():

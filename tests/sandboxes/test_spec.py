@@ -131,3 +131,48 @@ async def test_a_runtime_reaches_the_container() -> None:
     assert version.startswith("Linux version 4.4.0"), "gVisor's own kernel says so"
     await check_attack(box, "memory bomb")
     await box.close()
+
+
+HARDENING = {
+    "no new privileges": "print('NoNewPrivs:\\t1' in open('/proc/self/status').read())",
+    "a filter of system calls": "print('Seccomp:\\t2' in open('/proc/self/status').read())",
+    "no network card": "import os; print(os.listdir('/sys/class/net') == ['lo'])",
+    "a uid of its own": "import os; print({os.getuid(), os.geteuid(), os.getgid(), *os.getgroups()} == {65534})",
+    "another one for the worker": "import os; print(os.stat('/proc/1').st_uid == 0)",
+    "no capability left in the set": "print('CapEff:\\t0000000000000000' in open('/proc/self/status').read())",
+    "sized folders": "import os; print([os.statvfs(p).f_blocks * os.statvfs(p).f_frsize >> 20 for p in "
+    "('/scratch', '/tmp', '/dev/shm')] == [64, 16, 16])",
+    "nothing of the host mounted": "print(not [m for m in open('/proc/mounts') if 'docker.sock' in m or '/home' in m])",
+}
+
+
+@pytest.mark.docker
+@pytest.mark.slow
+async def test_hardening_is_on_by_default() -> None:
+    async with SandboxPool(SandboxSpec(kind="docker", size=1)) as pool, pool.lease() as box:
+        for what, code in HARDENING.items():
+            result = await box.exec(code)
+            assert result.stdout == "True\n", (what, result)
+
+
+@pytest.mark.docker
+@pytest.mark.slow
+async def test_a_running_pool_removes_what_dead_runs_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sandboxes.pool.TEND_S", 0.3)
+    dead = {"agent-rl.sandbox": "1", "agent-rl.owner": f"{socket.gethostname()}:999999:1"}
+    client = connect()
+    async with SandboxPool(SandboxSpec(kind="docker", size=1, warm=0)):
+        orphan = client.api.create_container(SandboxSpec().image, command=["true"], labels=dead)["Id"]
+        async with asyncio.timeout(20):
+            while orphan in {one["Id"] for one in client.api.containers(all=True)}:  # noqa: ASYNC110  # the engine tells nobody
+                await asyncio.sleep(0.1)
+    client.close()
+
+
+@pytest.mark.docker
+@pytest.mark.slow
+async def test_the_cpu_share_is_a_limit() -> None:
+    async with SandboxPool(SandboxSpec(kind="docker", size=1, cpus=0.25)) as pool, pool.lease() as box:
+        spin = "import os, time\nend = time.monotonic() + 2\nwhile time.monotonic() < end: pass\n"
+        result = await box.exec(f"{spin}print(time.process_time())")
+        assert float(result.stdout) < 1.2, "a quarter of two seconds, and a burst"
