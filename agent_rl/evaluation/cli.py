@@ -81,7 +81,7 @@ def _add_eval(commands: Any) -> None:
     local = parser.add_argument_group("a model on this machine")
     local.add_argument("--engine", choices=("vllm", "transformers"), help="default: vllm where it is installed")
     local.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU")
-    local.add_argument("--kv-cache-gb", type=float, default=1.0, help="key-value cache of vLLM")
+    local.add_argument("--kv-cache-gb", type=float, help="key-value cache of vLLM (default: 1; most of a free GPU)")
     local.add_argument("--sandbox", choices=("auto", "docker", "local"), default="auto")
     local.add_argument("--concurrency", type=int, help="episodes at a time (64; 16 at an endpoint)")
 
@@ -267,12 +267,21 @@ def _compare(arguments: argparse.Namespace) -> None:
 
 def _score(arguments: argparse.Namespace) -> None:
     from rich.console import Console
+    from rich.progress import Progress
 
     from agent_rl.evaluation.report import rich_table
     from agent_rl.evaluation.score import score
 
     console = Console()
-    tree = asyncio.run(score(arguments.run, arguments.grader))
+    with Progress(console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("episodes", total=None)
+        tree = asyncio.run(
+            score(
+                arguments.run,
+                arguments.grader,
+                tell=lambda done, total: progress.update(bar, completed=done, total=total),
+            )
+        )
     console.print(rich_table(tree))
     for before, counts in tree["changed"].items():
         told = ", ".join(f"{verdict} {count}" for verdict, count in counts.items())

@@ -201,7 +201,10 @@ async def _player(
     kind = settings.engine or ("vllm" if importlib.util.find_spec("vllm") else "transformers")
     longest = max(budget.max_episode_tokens for budget in stage.budgets.values())
     config = EngineConfig(
-        kind=kind, max_model_len=longest, max_num_seqs=min(concurrency, 256), kv_cache_gb=settings.kv_cache_gb
+        kind=kind,
+        max_model_len=longest,
+        max_num_seqs=min(concurrency, 256),
+        kv_cache_gb=settings.kv_cache_gb or _free_gb(model.folder),
     )
     codec = ChatCodec(load_tokenizer(model.folder), system_text=stage.dialect.system_text)
     console.print(f"starting {kind} with {model.folder}", soft_wrap=True, highlight=False)
@@ -211,6 +214,17 @@ async def _player(
         yield EnginePlayer(stage, engine, codec)
     finally:
         await engine.close()
+
+
+def _free_gb(folder: Path) -> float:
+    """For keys and values: 1 GiB on a CPU; on a GPU what is free but for the weights and a seventh."""
+    import torch  # here: see ``_player``
+
+    if not torch.cuda.is_available():
+        return 1.0
+    free, _ = torch.cuda.mem_get_info()
+    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return max(1.0, (0.85 * free - 1.2 * weights) / 2**30)
 
 
 def _dtype() -> str:

@@ -38,7 +38,7 @@ class Settings(BaseModel):
     # How it is done; may change from run to run of one evaluation.
     engine: Literal["vllm", "transformers"] | None = None
     dtype: Literal["float32", "bfloat16"] | None = None
-    kv_cache_gb: float = Field(1.0, gt=0)
+    kv_cache_gb: float | None = Field(None, gt=0)
     concurrency: int | None = Field(None, ge=1)
     max_refills: int = Field(2, ge=0)
     max_failures: int = Field(16, ge=1)

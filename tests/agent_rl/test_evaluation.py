@@ -30,7 +30,7 @@ from agent_rl.evaluation.score import score
 from agent_rl.evaluation.settings import checked
 from agent_rl.evaluation.store import Row, Store, cut_torn_line, final_rows, read_rows
 from agent_rl.evaluation.suites import DATA_SETS, SUITES, chosen_places, fetch, load_suite, plain_answer
-from agent_rl.evaluation.targets import fingerprint
+from agent_rl.evaluation.targets import find_model, fingerprint
 from envs import Task
 
 DATA = Path(__file__).parents[1] / "data"
@@ -670,6 +670,29 @@ def test_a_model_folder_is_evaluated_in_token_space_and_repeats(tiny_folder: Pat
     assert "&lt;|im_start|&gt;assistant" in page  # decoded from ids, with what the template put there
     tree = json.loads((tmp_path / "whole" / "results.json").read_text())
     assert tree["total"]["tokens_sampled"] == sum(sum(e - s for s, e in spans) for _, spans, _ in whole.values())
+
+
+def test_a_name_on_the_hub_is_fetched_or_says_why_not(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    asked: list[Any] = []
+
+    def snapshot(name: str, *, allow_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        if name == "org/gone":
+            raise OSError("404 not found\nat all")
+        return str(tiny_folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    told: list[str] = []
+    assert find_model("org/small", told.append).folder == tiny_folder
+    assert told == ["fetching org/small from the hub (cached afterwards)"]
+    assert "*.safetensors" in asked[0][1]
+    assert not any(".bin" in pattern or ".pt" in pattern for pattern in asked[0][1])
+    with pytest.raises(
+        ConfigError, match="org/gone is no folder here, and the hub did not give it: 404 not found at all"
+    ):
+        find_model("org/gone", told.append)
 
 
 def test_other_weights_are_another_model(tmp_path: Path) -> None:
