@@ -155,7 +155,10 @@ class EvaluationProgress:
             piece = f"{part} {100 * value:.1f}"
             if len(means) > 1:
                 variance = sum((mean - value) ** 2 for mean in means) / (len(means) - 1)
-                piece += f" +- {100 * student_t(0.975, len(means) - 1) * math.sqrt(variance / len(means)):.1f}"
+                half = student_t(0.975, len(means) - 1) * math.sqrt(variance / len(means))
+                if value in (0.0, 1.0):
+                    half = 1 - 0.025 ** (1 / len(means))  # as in ``statistics.estimate``: no spread is not certainty
+                piece += f" +- {100 * half:.1f}"
             pieces.append(piece)
         elapsed = max(1e-9, time.monotonic() - self._started)
         pieces.append(f"{self._sampled / elapsed:.0f} tokens/s")

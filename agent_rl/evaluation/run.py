@@ -303,8 +303,8 @@ def _identity(
     tools = any(part.env.tools for part in parts)
     budget = next(iter(budgets.values()))
     return {
-        "model": settings.model if model is None else model.fingerprint,
-        "served_name": settings.served_name,
+        # A named model may be served elsewhere tomorrow.
+        "model": model.fingerprint if model else settings.served_name or settings.model,
         "suite": settings.suite,
         "scenario": settings.scenario,
         "options": settings.options,
