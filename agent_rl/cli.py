@@ -185,10 +185,16 @@ def _guarded(run: Callable[[], None]) -> int:
 
 
 def _add_from(module: str, commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Subcommands that a package below brings along."""
+    """Subcommands that a package below brings along, where what it needs is installed (`agent-rl[sandboxes]` alone)."""
     import importlib
 
-    importlib.import_module(module).add_parser(commands)
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in ("agent_rl", "envs", "sandboxes", "stare"):
+            raise
+        return
+    found.add_parser(commands)
 
 
 def _quieten_libraries() -> None:

@@ -87,12 +87,13 @@ def oom_kills() -> int | None:
         return None
     for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
         try:
-            with open(path) as file:
-                for line in file:
-                    if line.startswith("oom_kill "):
-                        return int(line.split()[1])
+            fd = os.open(path, os.O_RDONLY)  # read twice a call: open() would cost several times as much
         except OSError:
-            pass
+            continue
+        _, found, rest = os.read(fd, 4096).partition(b"\noom_kill ")
+        os.close(fd)
+        if found:
+            return int(rest.split()[0])
     return None
 
 

@@ -70,6 +70,18 @@ def test_bad_input_is_one_line(arguments: tuple[str, ...], message: str) -> None
     assert done.stderr.count("\n") == 1
 
 
+def test_the_sandbox_commands_need_none_of_the_other_extras() -> None:
+    absent = "jsonschema gymnasium math_verify numpy torch transformers vllm deepspeed ray"
+    code = (
+        f"import sys\nfor name in {absent.split()!r}: sys.modules[name] = None\n"
+        "from agent_rl.cli import main\nsys.exit(main(['sandbox', 'run', '-', '--kind', 'local']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], input="print(6 * 7)", capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "42\n"), done.stderr
+
+
 @pytest.mark.docker
 @pytest.mark.slow
 def test_list_and_clean_speak_of_containers() -> None:
