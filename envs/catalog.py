@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from envs.arithmetic import ArithmeticOptions, ArithmeticTasks
-from envs.data import Mixture, TaskList, TaskSource, load_tasks
+from envs.data import Mixture, TaskList, TaskSource, check_row_tools, load_tasks
 from envs.env import Limits
 from envs.files import FilesOptions, FilesTasks, wanted_files
 from envs.grader import Grader
@@ -43,8 +43,13 @@ class FileOptions(BaseModel):
     limit: int | None = Field(None, ge=1, description="only so many, after the shuffle")
 
 
-def problems_from_file(prompt: str = "{problem}") -> Callable[[Mapping[str, Any]], TaskSource]:
-    """A function from ``FileOptions`` to tasks, each problem put into the ``prompt``."""
+def problems_from_file(
+    prompt: str = "{problem}", tools: Sequence[str] = ()
+) -> Callable[[Mapping[str, Any]], TaskSource]:
+    """A function from ``FileOptions`` to tasks, each problem put into the ``prompt``.
+
+    ``tools`` are the names of the environment's; a row may ask for some of them alone.
+    """
 
     def tasks(given: Mapping[str, Any]) -> TaskSource:
         options = FileOptions.model_validate(given)
@@ -57,15 +62,17 @@ def problems_from_file(prompt: str = "{problem}") -> Callable[[Mapping[str, Any]
         if (options.path is None) == (not options.mix):
             raise ValueError("the environment needs a file: give `path`, or `mix` with several and their weights")
         weights = options.mix or {str(options.path): 1.0}
-        sources = [_from(path, options, form) for path in weights]
+        sources = [_from(path, options, form, tools) for path in weights]
         return sources[0] if len(sources) == 1 else Mixture(sources, list(weights.values()))
 
     return tasks
 
 
-def _from(path: str, options: FileOptions, form: str) -> TaskList:
+def _from(path: str, options: FileOptions, form: str, tools: Sequence[str]) -> TaskList:
     longest = options.max_chars or sys.maxsize
     read = load_tasks(path, options.columns, options.split)
+    for task in read:
+        check_row_tools(task, tools, path)
     for name in options.where:
         if not any(name in task.meta for task in read):
             raise ValueError(f"{path}: no row has a field {name!r} to choose by; `where` looks at source and meta")
@@ -97,7 +104,7 @@ SPECS = (
     EnvSpec(
         id="agentic/MathPython-v1",
         summary="word problems from a JSONL file, solved with the python tool, answered in a box",
-        tasks=problems_from_file(),
+        tasks=problems_from_file(tools=("python",)),
         tools=(python,),
         weights={"correct": 1.0, "void_turn": 0.0},
         instruction="Solve the problem with Python. When you know the result, put the final answer within \\boxed{}.",

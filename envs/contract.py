@@ -15,6 +15,7 @@ from gymnasium.utils.env_checker import check_env
 
 from envs.catalog import SPECS
 from envs.env import ToolEnv
+from envs.mixed import MIXED
 from envs.parsers import DIALECTS
 from envs.registration import get, ids
 from envs.types import ModelTurn, Task, TurnResult
@@ -119,7 +120,7 @@ def check_hash_seeds(make: Make) -> None:
         "env.close()\n"
         "print(repr(seen))\n"
     )
-    shipped = {spec.id for spec in SPECS}
+    shipped = {spec.id for spec in (*SPECS, MIXED)}
     pickled = cloudpickle.dumps((make, [get(env_id) for env_id in ids() if env_id not in shipped]))
     seen = []
     for seed in ("1", "2"):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
+import difflib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +34,20 @@ class TaskList:
 
     def task(self, index: int) -> Task:
         return self._tasks[index]
+
+
+def check_row_tools(task: Task, offered: Collection[str], where: str) -> None:
+    """Raises ``ValueError`` when the row's own ``tools`` are not names of tools that its environment has."""
+    named = task.meta.get("tools")
+    if named is None:
+        return
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise ValueError(f"{where}: task {task.id}: tools must be a list of names, not {named!r}")
+    for name in named:
+        if name not in offered:
+            close = difflib.get_close_matches(name, offered, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(offered) or 'none'}"
+            raise ValueError(f"{where}: task {task.id}: its environment has no tool {name!r}: {hint}")
 
 
 class Mixture:
@@ -194,6 +209,8 @@ def _task(row: Any, where: str, number: int, columns: Mapping[str, str]) -> Task
             raise ValueError(f"{where}: field {column!r} must be a non-empty string, not {found[field]!r}")
     meta = found.get("meta") or {}
     meta = dict(meta) if isinstance(meta, dict) else {"meta": meta}
+    used = {columns.get(field, field) for field in FIELDS}
+    meta = {**{str(name): value for name, value in row.items() if name not in used}, **meta}
     if "source" in found:
         meta.setdefault("source", found["source"])
     return Task(

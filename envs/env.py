@@ -95,7 +95,8 @@ class ToolEnv(MessageEnv):
     ) -> None:
         super().__init__()
         self.tasks = tasks
-        self.tools = {tool.name: tool for tool in tools}
+        self.all_tools = {tool.name: tool for tool in tools}
+        self.tools = self.all_tools  # those on offer in this episode: a task may name some of them alone
         self.rubric = rubric
         self.limits = limits or Limits()
         self.dialect = get_dialect(dialect)
@@ -114,6 +115,8 @@ class ToolEnv(MessageEnv):
     async def areset(self, seed: int, task: Task) -> Opening:
         """A new episode on ``task``. No sandbox is taken before the first call runs."""
         await self._held.release()
+        named = task.meta.get("tools")
+        self.tools = {name: tool for name, tool in self.all_tools.items() if named is None or name in named}
         self._task = task
         self._turns: list[str] = []
         self._calls: list[ToolCall] = []

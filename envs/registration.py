@@ -41,6 +41,7 @@ class EnvSpec:
     demonstrations: Sequence[Demonstration] = ()  # solved problems that may be shown
     expert: Callable[[Task], str] | None = None  # the program that solves a task, for traces to start from
     example: Mapping[str, Any] = field(default_factory=dict)  # options to try it with, where it needs some
+    kind: type[ToolEnv] = ToolEnv  # what is made; takes what ``ToolEnv`` takes
 
     def make(
         self,
@@ -59,7 +60,7 @@ class EnvSpec:
         if shots > len(self.demonstrations):
             raise ValueError(f"{self.id} has {len(self.demonstrations)} demonstrations to show, not {shots}")
         weights = self.weights if weights is None else weights
-        return ToolEnv(
+        return self.kind(
             tasks=tasks,
             tools=self.tools,
             rubric=Rubric(weights=weights, gates=self.gates, terms=self.terms),
@@ -104,9 +105,10 @@ def ids() -> list[str]:
 
 def register_all() -> None:
     """Ours, with what packages bring along."""
-    from envs.catalog import SPECS  # here, because the catalog's environments are made of this module's parts
+    from envs.catalog import SPECS  # here, because these are made of this module's parts
+    from envs.mixed import MIXED
 
-    for spec in SPECS:
+    for spec in (*SPECS, MIXED):
         register(spec)
 
 

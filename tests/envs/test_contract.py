@@ -34,6 +34,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "agentic/ShortCoT-v1": {"path": GSM8K},
     "agentic/LongCoT-v1": {"path": GSM8K},
     "agentic/ReasoningGym-v1": {"name": "base_conversion", "size": 10},
+    "agentic/Mixed-v1": {
+        "parts": {
+            "agentic/Arithmetic-v1": {},
+            "agentic/Maze-v1": {},
+            "agentic/ShortCoT-v1": {"options": {"path": GSM8K}},
+        }
+    },
 }
 
 
@@ -62,6 +69,7 @@ SOLVE = {
     "agentic/LongCoT-v1": boxed,
     "agentic/MathPython-v1": boxed,
     "agentic/Maze-v1": by_walking,
+    "agentic/Mixed-v1": lambda task: SOLVE[task.meta["env"]](task),
     "agentic/ReasoningGym-v1": lambda task: [f"<answer>{task.answer}</answer>"],
     "agentic/SearchQA-v1": boxed,
     "agentic/ShortCoT-v1": boxed,
