@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_train(commands)
     _add_sft(commands)
     _add_report(commands)
-    for module in ("agent_rl.evaluation.cli", "agent_rl.methods", "sandboxes.cli", "envs.cli"):
+    for module in ("agent_rl.evaluation.cli", "agent_rl.methods", "agent_rl.lab.cli", "sandboxes.cli", "envs.cli"):
         _add_from(module, commands)
     arguments, rest = parser.parse_known_args(argv)
     if rest and arguments.command not in ("train", "sft"):

@@ -99,6 +99,10 @@ def _ordered_key(score_T: Tensor) -> Tensor:
 
 def _kth_largest(key_T: Tensor, candidate_T: Tensor, k: int, group: ProcessGroup | None) -> tuple[int, int, int]:
     """The k-th largest key among the candidates of all ranks, how many are larger, and how many equal it."""
+    if group is None and key_T.numel() < _NUM_BINS:  # fewer tokens than bins: the histograms would be most of the work
+        kept = key_T[candidate_T]
+        kth = torch.kthvalue(kept, kept.numel() - k + 1).values
+        return int(kth), int((kept > kth).sum()), int((kept == kth).sum())
     num_digits = key_T.element_size() * 8 // _DIGIT_BITS
     threshold = num_above = num_equal = 0
     for number in range(num_digits):

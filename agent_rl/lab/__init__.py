@@ -1,0 +1,1 @@
+"""The lab: a tabular softmax policy with verifiable reward, on which a method shows what it does to entropy."""
