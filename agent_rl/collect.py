@@ -146,6 +146,7 @@ class Collector:
             config=self._config,
             seed=self._seed,
             watch=watch,
+            generate_s=self._config.wall_s,
         )
         run.under_way.pop(place.episode_id, None)
         self._failures_in_a_row = self._failures_in_a_row + 1 if trajectory.is_void else 0

@@ -75,11 +75,13 @@ async def run_episode(
     config: EpisodeLimits,
     seed: int,
     watch: Callable[[int], None] = lambda num_tokens: None,
+    generate_s: float | None = None,
 ) -> Trajectory:
     """One episode to its end. Our failures come back as a void trajectory; bugs raise.
 
     The caller has joined the engine under ``place.episode_id`` and leaves it; the environment is closed here.
     Cancelling frees the engine's slot and the sandbox. ``watch`` is told the number of tokens whenever it has grown.
+    A completion that takes more than ``generate_s`` seconds voids the episode: tokens are bounded, so the engine hangs.
     """
     ids: list[int] = []
     mask: list[bool] = []
@@ -117,7 +119,13 @@ async def run_episode(
                 stop_token_ids=codec.stop_token_ids,
             )
             started = time.perf_counter()
-            generation = await engine.generate(ids, sampling, request_id=place.episode_id)
+            try:
+                async with asyncio.timeout(generate_s):
+                    generation = await engine.generate(ids, sampling, request_id=place.episode_id)
+            except TimeoutError:
+                detail = f"no completion within {generate_s:g} s"
+                stop, failure = "failure", Failure(kind="time", where=f"turn {len(turns)}", detail=detail)
+                break
             seconds["generate"] += time.perf_counter() - started
             if not generation.token_ids or not all(map(math.isfinite, generation.logprobs)):
                 raise EngineFailure(

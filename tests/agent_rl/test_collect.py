@@ -146,6 +146,29 @@ def test_refills_end_and_leave_a_void_member() -> None:
     assert all(t.is_void for t in result.trajectories)
 
 
+def test_a_completion_that_does_not_come_voids_its_episode_alone() -> None:
+    class Hangs(Engine):
+        async def generate(self, prompt_ids: Any, sampling: Sampling, *, request_id: str) -> Generation:
+            if request_id.endswith("-001-0"):
+                await asyncio.sleep(60)
+            return await super().generate(prompt_ids, sampling, request_id=request_id)
+
+    rng = random.Random(0)
+    engine = Hangs(rng)
+    config = RolloutConfig(group=3, wall_s=0.2, max_refills=0)
+    collector = Collector(
+        lambda: Env(rng),
+        engine=engine,
+        codec=Codec(),
+        config=config,
+        seed=0,  # type: ignore[arg-type]
+    )
+    result = asyncio.run(collector.groups([Task(id="0", prompt="", answer="differs")], 1))
+    void = [t for t in result.trajectories if t.is_void]
+    assert [(t.member, t.failure.kind) for t in void if t.failure] == [(1, "time")]
+    assert not +engine.joined
+
+
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_admission_is_in_order(lanes: int) -> None:
     started: list[str] = []
