@@ -99,7 +99,8 @@ def measured(text: str) -> Measured | None:
     if percent:
         value = number(percent[1])
         return Measured(number=value, unit="percent") if value else None
-    worded = re.fullmatch(r"(.*?[\d}])\s*((?:[a-zA-Z]+[ /.]*)+)(?:\^\s*\{?(\d)\}?)?", text)
+    # Words need something between them, or a long word could be cut up in exponentially many ways.
+    worded = re.fullmatch(r"(.*?[\d}])\s*([a-zA-Z]+(?:[ /.]+[a-zA-Z]+)*[ /.]*)(?:\^\s*\{?(\d)\}?)?", text)
     if not worded:
         return None
     unit = " ".join(worded[2].split()).strip(" .")

@@ -231,3 +231,23 @@ def test_reading_answers_never_raises_and_everything_equals_itself(text: str) ->
     assert isinstance(equal("1", spelled, lambda a, b: False), bool)
     is_reasonable(text)
     stated_answer(text)
+
+
+ATOMS = (
+    "a", "1", " ", "{", "(", "\\text{", "\\text{a}", "\\frac{1}", "^{", "1,", "1 ", ".", "\\", "a ", "=", "|",
+    "\\boxed{", "<answer>", "```", "-", "\\pm ", "1 a", "aA/", "0.1", "~", "\\mathrm{m}", "_", "\\,", "1/", "...",
+    "answer is ", "\\left", "\\{", "[", "<think>", "\\sqrt", "√", "cis", "\\ne ", "\\approx", "or ", ";", "!", "%",
+)  # fmt: skip
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("before", ["", "1", "x=", "\\{"])
+@pytest.mark.parametrize("after", ["!", "}", "\\}", "^"])
+def test_no_repetition_holds_up_what_is_read_in_our_own_process(before: str, after: str) -> None:
+    """Only algebra runs where it can be killed: a pattern that backtracks without end would freeze the event loop."""
+    for atom in ATOMS:
+        text = before + atom * (600 // len(atom)) + after
+        stated_answer(text)
+        is_reasonable(text)
+        same_exactly("5", text)
+        equal("\\sqrt{2}", text, lambda a, b: False)
