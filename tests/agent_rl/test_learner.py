@@ -98,3 +98,18 @@ def test_settings_that_cannot_be_are_refused(overrides: list[str], complaint: st
 def test_an_adapter_for_layers_that_are_not_there_is_refused(tiny_folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"learner\.lora\.targets = \['nope'\]"):
         stepped(tiny_folder, 0, lora=LoraSettings(rank=2, targets=("nope",)))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bfloat16_learns_with_float32_masters(tiny_folder: Path, stage: int) -> None:
+    """A step far below bfloat16's resolution is not lost: the optimizer's own weights are float32."""
+    learner = Learner(load_model(tiny_folder, "bfloat16"), LearnerConfig(lr=1e-4, zero_stage=stage), temperature=1.0)
+    try:
+        before = learner.score(learner.pack(SEQUENCES), NUM_TOKENS).logp.mean()
+        for _ in range(30):
+            learner.step(learner.pack(SEQUENCES), torch.full((NUM_TOKENS,), 1 / NUM_TOKENS), None)
+        after = learner.score(learner.pack(SEQUENCES), NUM_TOKENS).logp.mean()
+        assert after > before + 0.05
+        assert {tensor.dtype for _, tensor in learner.named_tensors()} == {torch.bfloat16}
+    finally:
+        learner.close()
