@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -84,6 +85,8 @@ class SandboxPool:
         self._factory = factory
         self._max_waiting = max_waiting
         self._places = asyncio.Semaphore(spec.size)  # wakes waiters first come, first served
+        # Starts beyond the cores only slow each other down, up to the time limit of all of them.
+        self._starts = asyncio.Semaphore(max(2, os.cpu_count() or 1))
         self._idle: deque[_Held] = deque()
         self._coming: deque[asyncio.Task[_Held]] = deque()  # started ahead, nobody's yet
         self._tending: asyncio.Task[None] | None = None
@@ -175,7 +178,8 @@ class SandboxPool:
         began = loop.time()
         held = _Held(self._factory(self.spec))
         try:
-            await held.box.start()
+            async with self._starts:
+                await held.box.start()
         except BaseException:
             await asyncio.shield(self._remove(held))
             raise
