@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from agent_rl.pack import MicroBatch, attention_mask
-from stare import TokenStatistics, token_statistics
+from stare import TokenStatistics, statistics_of_logp, token_statistics
 
 
 class Policy(nn.Module):
@@ -56,7 +56,7 @@ class Policy(nn.Module):
         if not statistics:
             return TokenStatistics(logp, logp.new_empty(0), logp.new_empty(0))
         with torch.no_grad():  # last: what backward recomputes stops before
-            _, entropy, phi = token_statistics(logits, target)
+            _, entropy, phi = statistics_of_logp(logp_V, target)
         return TokenStatistics(logp, entropy, phi)
 
 

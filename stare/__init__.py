@@ -13,7 +13,13 @@ from stare.diagnostics import (
 )
 from stare.loss import LossMode, SurrogateSum, surrogate_sum, token_scale
 from stare.selection import num_selected, top_fraction
-from stare.sensitivity import TokenStatistics, predicted_entropy_change, sensitivity, token_statistics
+from stare.sensitivity import (
+    TokenStatistics,
+    predicted_entropy_change,
+    sensitivity,
+    statistics_of_logp,
+    token_statistics,
+)
 from stare.weights import (
     OPERATIONS,
     Granularity,
@@ -55,6 +61,7 @@ __all__ = [
     "quadrants",
     "selection_report",
     "sensitivity",
+    "statistics_of_logp",
     "surrogate_sum",
     "token_gate",
     "token_scale",

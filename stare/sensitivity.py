@@ -35,14 +35,24 @@ def token_statistics(logits_V: Tensor, token: Tensor) -> TokenStatistics:
         logits_V: float [..., V], already divided by the temperature; computed in its own dtype, so pass float32 or 64.
         token: int64 [...], the sampled ids.
     """
-    logp_V = torch.log_softmax(logits_V, dim=-1)
+    return statistics_of_logp(torch.log_softmax(logits_V, dim=-1), token, consume=True)
+
+
+def statistics_of_logp(logp_V: Tensor, token: Tensor, *, consume: bool = False) -> TokenStatistics:
+    """The same from log-probabilities.
+
+    Args:
+        logp_V: float [..., V], a log-softmax.
+        token: int64 [...], the sampled ids.
+        consume: ``logp_V`` may be overwritten (it is left alone where a gradient goes through it).
+    """
     logp = logp_V.gather(-1, token.unsqueeze(-1)).squeeze(-1)
     p_V = logp_V.exp()
     # Without gradient two buffers of size V do; memory, not arithmetic, is what this costs.
-    in_place = not (torch.is_grad_enabled() and logits_V.requires_grad)
+    in_place = not (torch.is_grad_enabled() and logp_V.requires_grad)
     # 0 * -inf would be NaN where a logit was masked out; p is 0 far above this bound, so nothing else changes.
-    logp_V = logp_V.clamp_(min=_LEAST_LOGP) if in_place else logp_V.clamp(min=_LEAST_LOGP)
-    p_logp_V = logp_V.mul_(p_V) if in_place else logp_V * p_V
+    bounded_V = logp_V.clamp_(min=_LEAST_LOGP) if in_place and consume else logp_V.clamp(min=_LEAST_LOGP)
+    p_logp_V = bounded_V.mul_(p_V) if in_place else bounded_V * p_V
     entropy = -p_logp_V.sum(-1)
     # sum_k p_k^2 (s_k - H), as two reductions over what is there already.
     p2_logp_V = p_logp_V.mul_(p_V) if in_place else p_logp_V * p_V

@@ -13,6 +13,7 @@ from stare import (
     group_advantage,
     predicted_entropy_change,
     sensitivity,
+    statistics_of_logp,
     surrogate_sum,
     token_scale,
     token_statistics,
@@ -68,6 +69,24 @@ def test_sensitivity_changes_sign_once_in_surprisal_and_not_above_the_entropy(va
     # From unlikely-to-be-negative at low surprisal to positive at high surprisal, at most one change.
     assert signs == sorted(signs)
     assert (stats.phi[-stats.logp > stats.entropy + 1e-9] > -1e-13).all()
+
+
+def test_statistics_of_logprobs_are_the_same_and_leave_them_alone() -> None:
+    logits = torch.randn(40, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    token = torch.arange(40) % 30
+    logp = torch.log_softmax(logits, -1)
+    kept = logp.detach().clone()
+    with torch.no_grad():
+        found = statistics_of_logp(logp, token)
+        expected = token_statistics(logits, token)
+    with_gradient = token_statistics(logits, token)
+    for ours, theirs, differentiable in zip(found, expected, with_gradient, strict=True):
+        assert torch.equal(ours, theirs)
+        torch.testing.assert_close(differentiable.detach(), theirs)
+    assert torch.equal(logp.detach(), kept)
+    (gradient,) = torch.autograd.grad(with_gradient.entropy.sum(), logits)
+    (by_autograd,) = torch.autograd.grad(entropy_of(logits).sum(), logits)
+    torch.testing.assert_close(gradient, by_autograd)
 
 
 def test_statistics_survive_masked_out_logits() -> None:
