@@ -160,7 +160,8 @@ class StareConfig(Section):
 class AlgorithmConfig(Section):
     """The methods around STARE, by name (docs/methods.md, `agent-rl methods list`)."""
 
-    advantage: str = Field("grpo", description="of each trajectory, from the rewards of its group")
+    advantage: str = Field("grpo", description="of each trajectory or turn, from the rewards of its group")
+    ratio: str = Field("dapo", description="what becomes of the ratio of new to old policy; dapo: the learner's clips")
     token_weights: tuple[str, ...] = Field((), description="each multiplies the advantages of tokens, before STARE")
     options: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="parameters by method, e.g. { pass_at_k = { k = 2 } }"
@@ -173,7 +174,9 @@ class AlgorithmConfig(Section):
 
     @property
     def chosen(self) -> Algorithm:
-        return Algorithm(advantage=self.advantage, token_weights=self.token_weights, options=self.options)
+        return Algorithm(
+            advantage=self.advantage, ratio=self.ratio, token_weights=self.token_weights, options=self.options
+        )
 
 
 class LoraSettings(Section):

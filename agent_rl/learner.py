@@ -17,6 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from agent_rl.algorithm import RatioRule
 from agent_rl.config import LearnerConfig
 from agent_rl.errors import LearnerFailure
 from agent_rl.lora import add_adapter, merged_tensors
@@ -165,6 +166,7 @@ class Learner:
         logp_old_T: Tensor | None,
         *,
         statistics: bool = False,
+        rule: RatioRule | None = None,
     ) -> StepReport:
         """One optimizer step on ``-sum_t c_t * clipped ratio_t`` over all ranks.
 
@@ -174,6 +176,7 @@ class Learner:
             logp_old_T: float32 [T]; None takes each token's own logprob (ratio 1, gradient ``c * grad logp``: with
                 ``c = 1 / N`` that is maximum likelihood, which is how the cold start uses it).
             statistics: also return logprob, entropy and Phi of these tokens, from the same forwards.
+            rule: another rule for the ratio than the clip of this learner's settings.
         """
         lr = self.config.lr_at(self.steps_taken)
         for group in self.optimizer.param_groups:
@@ -190,14 +193,17 @@ class Learner:
             if batch.is_pad:
                 coefficient = torch.zeros_like(coefficient)
             old = logp.detach() if logp_old_T is None or batch.is_pad else logp_old_T[batch.origin].to(self.device)
-            result = surrogate_sum(
-                logp,
-                old,
-                coefficient,
-                clip_low=self.config.clip_low,
-                clip_high=self.config.clip_high,
-                dual_clip=self.config.dual_clip,
-            )
+            if rule is None:
+                result = surrogate_sum(
+                    logp,
+                    old,
+                    coefficient,
+                    clip_low=self.config.clip_low,
+                    clip_high=self.config.clip_high,
+                    dual_clip=self.config.dual_clip,
+                )
+            else:
+                result = rule.surrogate(logp, old, coefficient, batch.origin)
             # DeepSpeed averages gradients over ranks; our terms are already shares of one sum.
             self.engine.backward(result.loss * self.world_size, scale_wrt_gas=False)
             totals += torch.tensor([result.loss.item(), result.clipped_T.sum().item()], dtype=torch.float64)

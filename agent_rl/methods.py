@@ -113,7 +113,12 @@ def use_of(entry: Method) -> str:
         return "built in"
     if entry.name == "stare":
         return "built in: the section `stare`"
-    field = {"advantage": "advantage", "token weight": "token_weights"}.get(entry.hook)
+    field = {
+        "advantage": "advantage",
+        "turn advantage": "advantage",
+        "token weight": "token_weights",
+        "ratio": "ratio",
+    }.get(entry.hook)
     return f"`--algorithm.{field} {entry.name}`" if field else "function"
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agent_rl.algorithm import Algorithm
+from agent_rl.algorithm import Algorithm, tokens_of_turns
 from agent_rl.pack import MicroBatch, SampledSequence
 from agent_rl.types import Trajectory
 from stare import (
@@ -64,7 +64,15 @@ class UpdateBatch:
 
     trajectories: tuple[Trajectory, ...]  # B, scored, in order of group and member
     sequences: tuple[SampledSequence, ...]  # B
-    advantage_B: Tensor  # float64 [B]
+    advantage_B: Tensor  # float64 [B]; where advantages are per turn, the mean over its tokens
+    turn_advantage_T: Tensor | None = None  # float64 [T], where advantages are per turn
+
+    @property
+    def advantage_T(self) -> Tensor:
+        """float64 [T], of every sampled token."""
+        if self.turn_advantage_T is not None:
+            return self.turn_advantage_T
+        return torch.repeat_interleave(self.advantage_B, self.num_tokens_B)
 
     @property
     def num_tokens_B(self) -> Tensor:
@@ -144,12 +152,20 @@ def update_batch(trajectories: Sequence[Trajectory], algorithm: Algorithm = GRPO
     """
     scored = sorted((t for t in trajectories if not t.is_void), key=lambda t: (t.group, t.member))
     advantage = algorithm.advantages(scored)
+    by_turn: list[Tensor] = []
+    if algorithm.is_per_turn:
+        counts = [tokens_of_turns(trajectory) for trajectory in scored]
+        parts = torch.split(advantage, [len(of_turns) for of_turns in counts])
+        by_turn = [torch.repeat_interleave(a, torch.tensor(c)) for a, c in zip(parts, counts, strict=True)]
+        # By the largest: turns of opposite sign may cancel in the mean.
+        advantage = torch.tensor([float(a.abs().max()) if len(a) else 0.0 for a in by_turn], dtype=torch.float64)
     informative = {t.group for t, a in zip(scored, advantage.tolist(), strict=True) if a != 0.0}
     kept = [i for i, t in enumerate(scored) if t.group in informative and t.num_sampled > 0]
     return UpdateBatch(
         trajectories=tuple(scored[i] for i in kept),
         sequences=tuple(SampledSequence.of(scored[i].token_ids, scored[i].loss_mask) for i in kept),
-        advantage_B=advantage[kept],
+        advantage_B=torch.stack([by_turn[i].mean() for i in kept]) if by_turn and kept else advantage[kept],
+        turn_advantage_T=torch.cat([by_turn[i] for i in kept]) if by_turn and kept else None,
     )
 
 
@@ -172,7 +188,10 @@ def mini_batches(batch: UpdateBatch, count: int) -> list[tuple[UpdateBatch, slic
             sequences=batch.sequences[row:last_row],
             advantage_B=batch.advantage_B[row:last_row],
         )
-        parts.append((part, slice(token, token + part.num_tokens)))
+        tokens = slice(token, token + part.num_tokens)
+        if batch.turn_advantage_T is not None:
+            part = replace(part, turn_advantage_T=batch.turn_advantage_T[tokens])
+        parts.append((part, tokens))
         row, token = last_row, token + part.num_tokens
     return parts
 
@@ -213,7 +232,7 @@ def make_plan(
     if not (torch.isfinite(logp_T).all() and torch.isfinite(entropy_T).all()):
         raise ValueError("the score pass returned a non-finite logprob or entropy: the weights are broken")
     score_T = {"surprisal": -logp_T, "phi": phi_T, "entropy": entropy_T}[options.selector]
-    advantage_T = torch.repeat_interleave(batch.advantage_B, batch.num_tokens_B)
+    advantage_T = batch.advantage_T
     if algorithm.token_weights:
         row_T = torch.repeat_interleave(torch.arange(len(batch.sequences)), batch.num_tokens_B)
         sampler_logp_T = batch.sampler_logp_T
@@ -237,7 +256,7 @@ def plan_from_sampler(batch: UpdateBatch, controllers: Mapping[str, Controller],
     logp_T = batch.sampler_logp_T
     if not torch.isfinite(logp_T).all():
         raise ValueError("the engine returned a non-finite logprob")
-    advantage_T = torch.repeat_interleave(batch.advantage_B, batch.num_tokens_B)
+    advantage_T = batch.advantage_T
     plan = _unweighted(batch, advantage_T, -logp_T, logp_T, controllers, options, ())
     return _weighted(batch, plan, options)
 

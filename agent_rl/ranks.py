@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from agent_rl.algorithm import RatioRule
 from agent_rl.config import LearnerConfig
 from agent_rl.errors import ConfigError, LearnerFailure
 from agent_rl.learner import Learner, StepReport
@@ -99,8 +100,11 @@ class LearnerRanks:
         logp_old_T: Tensor | None,
         *,
         statistics: bool = False,
+        rule: RatioRule | None = None,
     ) -> StepReport:
-        report: StepReport = self._all("call", "step", micro_batches, coefficient_T, logp_old_T, statistics=statistics)
+        report: StepReport = self._all(
+            "call", "step", micro_batches, coefficient_T, logp_old_T, statistics=statistics, rule=rule
+        )
         self.steps_taken += 1
         return report
 

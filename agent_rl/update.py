@@ -65,7 +65,7 @@ def update(
         controllers: by scenario.
         config: of the method.
         clock: takes the laps ``score`` and ``update``.
-        algorithm: its token weights.
+        algorithm: its token weights and ratio rule.
         decode: text of a token id, for the record of the most chosen tokens.
     """
     learns = bool(batch.trajectories)
@@ -111,7 +111,8 @@ def _step(
     wants_statistics = config.score == "reuse"
     parts = mini_batches(batch, config.mini_batches)
     if len(parts) == 1:
-        return learner.step(packed, plan.coefficient_T, plan.logp_old_T, statistics=wants_statistics)
+        rule = algorithm.ratio_rule(batch.trajectories)
+        return learner.step(packed, plan.coefficient_T, plan.logp_old_T, statistics=wants_statistics, rule=rule)
     reports: list[StepReport] = []
     for number, (part, tokens) in enumerate(parts):
         packed_part = learner.pack(part.sequences)
@@ -123,5 +124,6 @@ def _step(
                 part, statistics, plan.controllers, config.plan, algorithm=algorithm, steer=False
             ).coefficient_T
         old_T = plan.logp_old_T[tokens]
-        reports.append(learner.step(packed_part, coefficient_T, old_T, statistics=wants_statistics))
+        rule = algorithm.ratio_rule(part.trajectories)
+        reports.append(learner.step(packed_part, coefficient_T, old_T, statistics=wants_statistics, rule=rule))
     return StepReport.joined(reports, [part.num_tokens for part, _ in parts])
