@@ -169,8 +169,6 @@ def _guarded(run: Callable[[argparse.Namespace], None], arguments: argparse.Name
 
 
 def _eval(arguments: argparse.Namespace) -> None:
-    from rich.console import Console
-
     from agent_rl.cli import _quieten_libraries
     from agent_rl.evaluation.run import evaluate
     from agent_rl.evaluation.settings import checked
@@ -214,12 +212,10 @@ def _eval(arguments: argparse.Namespace) -> None:
     )
     if not settings.is_endpoint:
         _quieten_libraries()
-    evaluate(settings, Console(), dry=arguments.dry_run)
+    evaluate(settings, _console(), dry=arguments.dry_run)
 
 
 def _rollout(arguments: argparse.Namespace) -> None:
-    from rich.console import Console
-
     from agent_rl.cli import _quieten_libraries
     from agent_rl.evaluation.settings import checked
     from agent_rl.evaluation.show import rollout
@@ -245,12 +241,10 @@ def _rollout(arguments: argparse.Namespace) -> None:
     )
     if not settings.is_endpoint:
         _quieten_libraries()
-    rollout(settings, Console())
+    rollout(settings, _console())
 
 
 def _compare(arguments: argparse.Namespace) -> None:
-    from rich.console import Console
-
     from agent_rl.evaluation.compare import compare, comparison_markdown, comparison_table
 
     tree = compare(arguments.first, arguments.second)
@@ -259,20 +253,19 @@ def _compare(arguments: argparse.Namespace) -> None:
     elif arguments.format == "markdown":
         print(comparison_markdown(tree), end="")
     else:
-        console = Console()
+        console = _console()
         console.print(comparison_table(tree))
         for note in tree["notes"]:
             console.print(f"[yellow]note[/yellow]: {note}", soft_wrap=True, highlight=False)
 
 
 def _score(arguments: argparse.Namespace) -> None:
-    from rich.console import Console
     from rich.progress import Progress
 
     from agent_rl.evaluation.report import rich_table
     from agent_rl.evaluation.score import score
 
-    console = Console()
+    console = _console()
     with Progress(console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("episodes", total=None)
         tree = asyncio.run(
@@ -302,6 +295,13 @@ def _contamination(arguments: argparse.Namespace) -> None:
     for overlap in tree["overlaps"]:
         kind = "word for word" if overlap["exact"] else f"{overlap['share']:.0%}"
         print(f"  {overlap['part']}  {overlap['problem']}  {kind}  {overlap['row']}")
+
+
+def _console() -> Any:
+    """As wide as the terminal; a file gets what the tables need."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 140)
 
 
 def _options(settings: list[str]) -> dict[str, Any]:

@@ -79,15 +79,16 @@ def comparison_rows(tree: Mapping[str, Any]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for name, part in tree["parts"].items():
         d = part["difference"]
-        low, high = d["low"], d["high"]
+        # Where no problem differs, nothing is known about how far another set of them would.
+        known = part["better"] + part["worse"] > 0 and d["low"] is not None
         rows.append(
             (
                 f"{name} ({part['problems']})",
                 f"{100 * part['first']:.1f}",
                 f"{100 * part['second']:.1f}",
                 f"{100 * d['value']:+.1f}",
-                "-" if low is None else f"[{100 * low:+.1f}, {100 * high:+.1f}]",
-                "-" if low is None else f"[{100 * d['boot_low']:+.1f}, {100 * d['boot_high']:+.1f}]",
+                f"[{100 * d['low']:+.1f}, {100 * d['high']:+.1f}]" if known else "-",
+                f"[{100 * d['boot_low']:+.1f}, {100 * d['boot_high']:+.1f}]" if known else "-",
                 f"{part['better']}/{part['worse']}/{part['ties']}",
                 "-" if part["sign_p"] is None else f"{part['sign_p']:.3g}",
             )

@@ -140,7 +140,8 @@ def average(estimates: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     if len(values) < 2 or None in values:
         return None
     errors = [e["stderr"] for e in estimates]
-    stderr = None if None in errors else sum(error**2 for error in errors) ** 0.5 / len(errors)
+    known = None not in errors and any(errors)  # where no part shows spread, nothing is known of the average's
+    stderr = sum(error**2 for error in errors) ** 0.5 / len(errors) if known else None
     return {"value": sum(values) / len(values), "stderr": stderr}
 
 

@@ -36,7 +36,7 @@ class LocalModel:
 
 
 def find_model(name: str, tell: Callable[[str], None]) -> LocalModel:
-    """The folder that ``name`` stands for; a checkpoint without a plain model gets one beside it.
+    """The folder that ``name`` stands for; a checkpoint without a plain model gets one inside it.
 
     Raises:
         ConfigError: there is no such model, or it cannot be fetched.
