@@ -11,12 +11,14 @@ import torch
 from test_plan import controllers, statistics_of, trajectory
 
 from agent_rl.algorithm import Algorithm, RatioRule, tokens_of_turns, turns_of
-from agent_rl.config import ConfigError, LearnerConfig, load_config
+from agent_rl.config import ConfigError, LearnerConfig, StareConfig, load_config
 from agent_rl.learner import Learner
 from agent_rl.models import load_model
 from agent_rl.pack import SampledSequence
 from agent_rl.plan import PlanOptions, make_plan, mini_batches, update_batch
+from agent_rl.progress import Clock
 from agent_rl.types import Trajectory, Turn
+from agent_rl.update import start_controllers, update
 from stare.neighbours import METHODS
 
 TURN_ADVANTAGES = [m.name for m in METHODS.values() if m.hook == "turn advantage" and m.is_trainable]
@@ -143,3 +145,24 @@ def test_ratio_and_turn_advantage_on_the_command_line() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             load_config("quickstart", wrong)
+
+
+@pytest.mark.parametrize("mini", [1, 2])
+def test_a_whole_update_by_other_methods_does_not_depend_on_the_cut(tiny_folder: Path, mini: int) -> None:
+    algorithm = Algorithm(advantage="trloo", ratio="gspo", token_weights=("steer",))
+    trajectories = batch_of_turns()
+    batch = update_batch(trajectories, algorithm)
+    config = StareConfig(variant="O1", mini_batches=mini)
+    results = []
+    for most in (None, 1):
+        settings = LearnerConfig(optimizer="sgd", lr=0.5, max_micro_sequences=most)
+        learner = Learner(load_model(tiny_folder, "float32"), settings, temperature=1.0)
+        before = {key: tensor.clone() for key, tensor in learner.named_tensors()}
+        controllers_before = start_controllers(config)
+        plan, _ = update(learner, batch, trajectories, controllers_before, config, Clock(), algorithm=algorithm)
+        assert plan is not None
+        results.append({key: tensor.clone() for key, tensor in learner.named_tensors()})
+        learner.close()
+    assert any(not torch.equal(results[0][key], before[key]) for key in before)
+    for key, tensor in results[0].items():
+        torch.testing.assert_close(results[1][key], tensor, rtol=1e-4, atol=1e-6)
