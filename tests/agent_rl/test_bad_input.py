@@ -36,7 +36,7 @@ def refused(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[
         (["quickstart", "--rollout.goup", "4"], "unknown key 'rollout.goup': did you mean 'rollout.group'?"),
         (["quickstart", "--steps", "many"], "steps = 'many': Input should be a valid integer"),
         (["quickstart", "--rollout.group", "1"], "rollout.group = 1: Input should be greater than or equal to 2"),
-        (["quickstart", "--engine.kind", "vlm"], "engine.kind = 'vlm': Input should be 'transformers' or 'vllm'"),
+        (["quickstart", "--engine.kind", "vlm"], "engine.kind = 'vlm': Input should be 'transformers', 'vllm'"),
         (["quickstart", "--steps"], "--steps needs a value"),
         (["quickstart", "stray"], "unexpected argument 'stray'"),
         (["quickstart", "--task.env", "agentic/Arithmetik-v1"], "did you mean 'agentic/Arithmetic-v1'?"),

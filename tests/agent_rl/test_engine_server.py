@@ -57,7 +57,7 @@ def server(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **settings}, start_new_session=True
     )
     url = f"http://127.0.0.1:{port}"
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 400
     while True:
         try:
             urllib.request.urlopen(f"{url}/health", timeout=2)
