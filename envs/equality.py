@@ -255,7 +255,8 @@ def _shape(text: str, matrix: list[list[str]] | None) -> tuple[str, list[str]] |
     if len(text) < 2 or text[0] not in "([" or text[-1] not in ")]" or not _wraps(text):
         return None
     items = _split(text[1:-1], ",")
-    return (text[0] + text[-1], items) if len(items) > 1 else None
+    brackets = text[0] + text[-1] if len(items) == 2 else "()"  # two items may be an interval, three are a tuple
+    return (brackets, items) if len(items) > 1 else None
 
 
 def _wraps(text: str) -> bool:

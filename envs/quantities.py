@@ -115,6 +115,8 @@ def measured(text: str) -> Measured | None:
     power = worded[3] or ""
     if raised := re.fullmatch(r"(?:(sq|square)|(cubic)) (\w+)", unit):
         unit, power = raised[3], "2" if raised[1] else "3"
+    if re.search(r"/|\bper\b|\bmph\b", unit):
+        return Measured(number=value, unit=_product_of_units(unit + (f"^{power}" if power else "")))
     key = unit.lower() if unit.lower() in _UNITS else unit
     return Measured(number=value, unit=_canonical_unit(key) + (f"^{power}" if power and key else ""))
 
@@ -181,7 +183,7 @@ _IN_TEXT = re.compile(
 )
 _NO_UNIT_WORDS = _NOT_UNITS | set(
     "is are if for where when with even odd only all any real integer integers positive negative prime to in below "
-    "above none no i e j d".split()
+    "above none no".split()
 )
 
 
@@ -193,7 +195,12 @@ def without_unit(answer: str) -> tuple[str, str]:
     rest, unit = answer.strip().rstrip(".").strip(), ""
     while match := _IN_TEXT.search(rest):
         words = re.findall(r"[a-z]+", match[1].lower())
-        if not words or set(words) & _NO_UNIT_WORDS or not re.fullmatch(r"[\sA-Za-z/.^\d%~°µ\\-]*", match[1]):
+        if (
+            not words
+            or words in (["i"], ["j"], ["e"])
+            or set(words) & _NO_UNIT_WORDS
+            or not re.fullmatch(r"[\sA-Za-z/.^\d%~°µ\\-]*", match[1])
+        ):
             break
         power = re.sub(r"[\s^{}]", "", match[2] or "")
         piece = re.sub(r"[\s~\\]+", " ", match[1]).strip() + (f"^{power}" if power else "")
@@ -212,6 +219,7 @@ def without_unit(answer: str) -> tuple[str, str]:
 def _product_of_units(text: str) -> str:
     """One spelling for units that are multiplied and divided: ``m/s`` and ``m s^-1`` are ``m s^-1``."""
     powers: dict[str, int] = {}
+    text = re.sub(r"\bmph\b", "mi/h", re.sub(r"\s*\bper\b\s*", "/", text))
     for division, name, power in re.findall(r"(/?)\s*([A-Za-z°µ%]+)(?:\^(-?\d+))?", text):
         key = _canonical_unit(name.lower() if name.lower() in _UNITS else name)
         powers[key] = powers.get(key, 0) + int(power or 1) * (-1 if division else 1)
