@@ -1,6 +1,6 @@
 """Sandboxes beside ``docker exec`` and the bare fork: python tests/benchmarks/bench_sandbox.py [PART ...]
 
-Prints Markdown tables; the parts are latency, throughput and start, all three when none is named. All figures come from
+Prints Markdown tables; the parts are latency, throughput, cost and start, all when none is named. All figures come from
 one run on one machine, the ways taking turns, so that a busy neighbour hits all of them. Needs a Docker engine and the
 sandbox image.
 """
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from sandboxes import Sandbox, SandboxPool, SandboxSpec, make_sandbox
@@ -128,6 +129,55 @@ async def throughput(container: Any, client: Any, service: str) -> None:
         print(f"| {width} | {' | '.join(cells)} | {rates[0] / engine_rate:.1f} |", flush=True)
 
 
+def engine_s(*, with_children: bool) -> float:
+    """Processor seconds of the engine's processes so far, and of the children that they have waited for."""
+    ticks = 0
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                name, _, rest = (entry / "stat").read_text().partition("(")[2].rpartition(")")
+            except OSError:
+                continue
+            if name.startswith(("dockerd", "containerd")):
+                fields = rest.split()
+                ticks += sum(map(int, fields[11 : 15 if with_children else 13]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+async def cost(container: Any) -> None:
+    """Processor time of a call wherever it is spent: tells more than a clock where neighbours are busy."""
+    print("\n| way | program | processor ms a call | docker exec to this |\n|---|---|---|---|")
+    client = connect()
+    for name, code in PROGRAMS.items():
+        boxes = {"bare fresh process": DockerSandbox(BARE), "fresh process": DockerSandbox(LOADED)}
+        engine = docker_exec(client, container, code)
+        await engine()
+        began = engine_s(with_children=True) + time.process_time()
+        await times(engine, 20)
+        await asyncio.sleep(0.5)  # until what ran there is waited for
+        spent = {"docker exec": (engine_s(with_children=True) + time.process_time() - began) / 20}
+        for way, box in boxes.items():
+            await box.start()
+            for session in (None, "bench") if box.spec.preload else (None,):
+                call = program(box, code, session)
+                await call()
+
+                def so_far(box: DockerSandbox = box) -> float:
+                    usage = client.api.stats(box.container_id, stream=False, one_shot=True)["cpu_stats"]["cpu_usage"]
+                    return float(usage["total_usage"] / 1e9)
+
+                inside = await asyncio.to_thread(so_far)
+                began = engine_s(with_children=False) + time.process_time()
+                await times(call, 100)
+                outside = engine_s(with_children=False) + time.process_time() - began
+                inside = await asyncio.to_thread(so_far) - inside
+                spent["session" if session else way] = (inside + outside) / 100
+            await box.close()
+        for way, seconds in spent.items():
+            print(f"| {way} | {name} | {1e3 * seconds:.2f} | {spent['docker exec'] / seconds:.0f} |", flush=True)
+    client.close()
+
+
 async def start_up(client: Any) -> None:
     print()
     for name, spec in (("bare", BARE), ("numpy, sympy preloaded", LOADED)):
@@ -176,7 +226,7 @@ async def start_service() -> tuple[asyncio.subprocess.Process, str]:
 
 
 async def main() -> None:
-    parts = sys.argv[1:] or ["latency", "throughput", "start"]
+    parts = sys.argv[1:] or ["latency", "throughput", "cost", "start"]
     os.environ.setdefault(TOKEN_VARIABLE, "bench")
     client = connect()
     plain = await asyncio.to_thread(start_plain)
@@ -197,6 +247,8 @@ async def main() -> None:
             await box.close()
         if "throughput" in parts:
             await throughput(container, client, service)
+        if "cost" in parts:
+            await cost(container)
         if "start" in parts:
             await start_up(client)
         print(f"\nafter: {machine()}")
