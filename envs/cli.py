@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from envs.cli_tools import add_tools
-from envs.commands import group, verb
+from envs.commands import SANDBOXES, group, verb
 from envs.env import Resources
 from envs.parsers import DIALECTS, get_dialect
 from envs.registration import EnvSpec, get, ids
@@ -37,13 +37,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         )
         parser.add_argument("--task", type=int, default=0, metavar="INDEX", help="which task (default 0)")
         parser.add_argument("--dialect", default="hermes", help=f"one of {', '.join(DIALECTS)}")
-    play.add_argument("--sandbox", choices=("auto", "docker", "local"), default="auto")
+    play.add_argument("--sandbox", choices=SANDBOXES, default="auto")
 
     serve = verb(envs_verbs, "serve", "environments over HTTP", "agent-rl envs serve --port 8700", _serve)
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     serve.add_argument("--port", type=int, default=8700)
     serve.add_argument("--token-file", metavar="FILE", help="the token of clients (default: a new one, printed)")
-    serve.add_argument("--sandbox", choices=("auto", "docker", "local"), default="auto")
+    serve.add_argument("--sandbox", choices=SANDBOXES, default="auto")
     serve.add_argument("--size", type=int, default=SandboxSpec().size, help="sandboxes at once")
     add_tools(commands)
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from envs.answers import stated_answer
-from envs.commands import group, read, verb
+from envs.commands import SANDBOXES, group, read, verb
 from envs.env import Resources
 from envs.grader import Grader
 from envs.parsers import DIALECTS, get_dialect, parsed_turn
@@ -30,7 +30,7 @@ def add_tools(commands: Any) -> None:
     )
     call.add_argument("name", help="of the tool")
     call.add_argument("arguments", help="a JSON object, or - for standard input")
-    call.add_argument("--sandbox", choices=("auto", "docker", "local"), default="auto")
+    call.add_argument("--sandbox", choices=SANDBOXES, default="auto")
     parse = verb(
         tools_verbs,
         "parse",

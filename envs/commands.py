@@ -12,6 +12,9 @@ from pydantic import ValidationError
 
 from sandboxes import SandboxFailure
 
+SANDBOXES = ("auto", "docker", "bwrap", "local")
+"""Backends to choose by name alone (``remote`` wants hosts and a token, and is set in a recipe)."""
+
 
 def group(commands: Any, name: str, text: str) -> Any:
     parser = commands.add_parser(name, help=text, description=text)

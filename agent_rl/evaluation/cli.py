@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from envs.commands import SANDBOXES
+
 EVAL_EXAMPLES = """\
 MODEL is a model folder, one of our runs or checkpoints, `smollm2`, a name on the hub, or the address of an
 OpenAI-compatible endpoint, whose key is read from the environment (OPENAI_API_KEY, or --key-env NAME).
@@ -82,7 +84,7 @@ def _add_eval(commands: Any) -> None:
     local.add_argument("--engine", choices=("vllm", "transformers"), help="default: vllm where it is installed")
     local.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU")
     local.add_argument("--kv-cache-gb", type=float, help="key-value cache of vLLM (default: 1; most of a free GPU)")
-    local.add_argument("--sandbox", choices=("auto", "docker", "local"), default="auto")
+    local.add_argument("--sandbox", choices=SANDBOXES, default="auto")
     local.add_argument("--concurrency", type=int, help="episodes at a time (64; 16 at an endpoint)")
 
     endpoint = parser.add_argument_group("an endpoint")
@@ -116,7 +118,7 @@ def _add_rollout(commands: Any) -> None:
     parser.add_argument("--dialect", help="how calls are written (default: by the model)")
     parser.add_argument("--shots", type=int, default=0, help="solved problems before the question")
     parser.add_argument("--engine", choices=("vllm", "transformers"), default="transformers")
-    parser.add_argument("--sandbox", choices=("auto", "docker", "local"), default="auto")
+    parser.add_argument("--sandbox", choices=SANDBOXES, default="auto")
     parser.add_argument("--served-name", metavar="NAME", help="of the model at an endpoint")
     parser.add_argument("--key-env", metavar="NAME", default="OPENAI_API_KEY", help="variable with an endpoint's key")
 
