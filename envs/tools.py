@@ -91,7 +91,7 @@ class HeldSandbox:
     async def fetch(self, names: Sequence[str]) -> dict[str, bytes]:
         """Files of the working folder, as the sandbox's worker reads them; one that is no regular file is left out.
 
-        No program of the model runs for it, and in a container the worker is another user than its programs.
+        No program of the model runs for it, those that ran are gone (sessions aside), and no link is followed.
         """
         return (await self.run("", fetch=names)).files
 

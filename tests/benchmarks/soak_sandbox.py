@@ -42,11 +42,16 @@ class Soak:
         self.failures = 0
         self.killed = 0
 
-    async def one(self, box: Sandbox, number: int) -> None:
-        """Run the program of this number and judge what it said."""
+    async def one(self, box: Sandbox, number: int, attacked: set[str]) -> None:
+        """Run the program of this number and judge what it said.
+
+        No attack comes twice in a lease: what it did to the files is there until the lease ends, and meets itself.
+        """
         kind = self.random.random()
-        if kind < 0.15:
-            name = self.random.choice(QUICK_ATTACKS)
+        left = [name for name in QUICK_ATTACKS if name not in attacked]
+        if kind < 0.15 and left:
+            name = self.random.choice(left)
+            attacked.add(name)
             result = await box.exec(ATTACKS[name].code)
             if result.status not in ATTACKS[name].ends:
                 self.wrong.append(f"{number}: {name}: {result}")
@@ -67,9 +72,10 @@ class Soak:
                         if (await box.exec("import os; print(os.listdir('.'))")).stdout != "[]\n":
                             self.wrong.append("a lease began with files of another")
                         self.leased.add(box)
+                        attacked: set[str] = set()
                         try:
                             while batch:
-                                await self.one(box, batch[-1])
+                                await self.one(box, batch[-1], attacked)
                                 batch.pop()
                         finally:
                             self.leased.discard(box)
