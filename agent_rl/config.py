@@ -205,7 +205,7 @@ class LearnerConfig(Section):
     clip_high: float = Field(0.28, gt=0)
     dual_clip: float = Field(10.0, gt=1)
     layout: Layout = Field(
-        "padded", description="padded: many short episodes; packed: uneven ones; shared: long prompts, branches"
+        "auto", description="padded rows, packed rows, or common beginnings shared; auto: the cheapest for the batch"
     )
     micro_tokens: int = Field(8192, ge=2, description="slots of one micro-batch")
     max_micro_sequences: int | None = Field(None, ge=1, description="trajectories of one micro-batch")

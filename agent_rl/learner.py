@@ -128,6 +128,7 @@ class Learner:
         self.device = self.engine.device
         self.dtype: torch.dtype = model.dtype
         self.steps_taken = 0
+        self._scored: tuple[MicroBatch, TokenStatistics] | None = None  # a forward whose backward comes with the step
 
     def pack(self, sequences: Sequence[SampledSequence]) -> list[list[MicroBatch]]:
         """The batch as micro-batches of every rank."""
@@ -137,17 +138,28 @@ class Learner:
             token_budget=self.config.micro_tokens,
             max_sequences=self.config.max_micro_sequences,
             num_ranks=self.world_size,
+            width=self.model.config.get_text_config().hidden_size,
         )
 
-    @torch.no_grad()
     @_out_of_memory
-    def score(self, micro_batches: Sequence[Sequence[MicroBatch]], num_tokens: int) -> TokenStatistics:
-        """Logprob, entropy and Phi [T] of every sampled token, on the CPU of every rank, under the current weights."""
+    def score(
+        self, micro_batches: Sequence[Sequence[MicroBatch]], num_tokens: int, *, before_step: bool = False
+    ) -> TokenStatistics:
+        """Logprob, entropy and Phi [T] of every sampled token, on the CPU of every rank, under the current weights.
+
+        With ``before_step`` the next call is ``step`` on the same micro-batches: where they are one a rank, the step
+        goes on from this forward instead of making its own, which takes no more memory and changes no bit.
+        """
+        own = micro_batches[self.rank]
         columns = torch.zeros(3, num_tokens)
-        for batch in micro_batches[self.rank]:
-            statistics = self.engine(_to(batch, self.device), statistics=True)
-            if not batch.is_pad:
-                columns[:, batch.origin] = torch.stack(statistics).cpu()
+        self._scored = None
+        with torch.set_grad_enabled(before_step and len(own) == 1):
+            for batch in own:
+                statistics = self.engine(_to(batch, self.device), statistics=True)
+                if not batch.is_pad:
+                    columns[:, batch.origin] = torch.stack(statistics).detach().cpu()
+                if torch.is_grad_enabled():
+                    self._scored = (batch, statistics)
         return self._of_all_ranks(columns)
 
     def _of_all_ranks(self, columns: Tensor) -> TokenStatistics:
@@ -183,9 +195,12 @@ class Learner:
             group["lr"] = lr
         totals = torch.zeros(2, dtype=torch.float64)  # loss, clipped tokens
         columns = torch.zeros(3, coefficient_T.numel() if statistics else 0)
+        scored, self._scored = self._scored, None
         for batch in micro_batches[self.rank]:
-            moved = _to(batch, self.device)
-            output = self.engine(moved, statistics=statistics)
+            if scored is not None and scored[0] is batch:
+                output = scored[1]
+            else:
+                output = self.engine(_to(batch, self.device), statistics=statistics)
             logp = output.logp
             if statistics and not batch.is_pad:
                 columns[:, batch.origin] = torch.stack(output).detach().cpu()

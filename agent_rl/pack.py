@@ -1,10 +1,11 @@
 """Cuts an update batch into micro-batches without changing what is computed: layout, token budget, ranks.
 
-A micro-batch is a block of rows [R, L]. ``padded`` puts one trajectory in a row (best for many short ones on a CPU);
-``packed`` joins trajectories end to end in one row, kept apart by the attention mask; ``shared`` does too, and what
-trajectories have in common from their start (the prompt of a group, the trunk of branches) is laid down once. Only
-positions that predict a sampled token are ever projected to the vocabulary, and each carries its index in the batch's
-one flat list of sampled tokens, so results are put back where they belong whatever the cut.
+A micro-batch is a block of rows [R, L]. ``padded`` puts one trajectory in a row; ``packed`` joins trajectories end to
+end in rows as long as the longest one, kept apart by the attention mask; ``shared`` does too, and what trajectories
+have in common from their start (the prompt of a group, the trunk of branches) is laid down once. ``auto`` takes the one
+of the three that costs the least arithmetic for the batch at hand. Only positions that predict a sampled token are ever
+projected to the vocabulary, and each carries its index in the batch's one flat list of sampled tokens, so results are
+put back where they belong whatever the cut.
 
 Dimensions: R rows, L row length, M sampled tokens of the micro-batch, T sampled tokens of the whole batch.
 """
@@ -13,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-Layout = Literal["padded", "packed", "shared"]
+Layout = Literal["auto", "padded", "packed", "shared"]
 
 LEAST_SHARED = 8
 """Tokens in common from which trajectories are kept in one micro-batch by the ``shared`` layout."""
@@ -74,53 +75,36 @@ def pack(
     token_budget: int,
     num_ranks: int = 1,
     max_sequences: int | None = None,
+    width: int = 1024,
 ) -> list[list[MicroBatch]]:
     """Micro-batches of every rank, the same number for each (ZeRO 2 and 3 hang otherwise), filled up with pads.
 
     Args:
         sequences: the update batch in its fixed order; token T indices follow this order.
-        layout: ``padded``, ``packed`` or ``shared``.
+        layout: ``auto``, ``padded``, ``packed`` or ``shared``.
         token_budget: most slots R * L of a micro-batch; a single longer trajectory gets one of its own.
         num_ranks: data-parallel world size.
         max_sequences: most trajectories of a micro-batch.
+        width: of the model's hidden states; only ``auto`` asks.
     """
     starts = [0]
     for sequence in sequences:
         starts.append(starts[-1] + len(sequence.positions))
-    # Longest first: rows of a padded block are alike, and the order is a pure function of the batch.
-    order = sorted(range(len(sequences)), key=lambda i: (-len(sequences[i].token_ids), i))
-    if layout == "shared":
-        bins = _fill_bins_by_family(sequences, token_budget, max_sequences or len(order))
-    else:
-        bins = _fill_bins(order, [len(s.token_ids) for s in sequences], layout, token_budget, max_sequences)
-    blocks = [_block([sequences[i] for i in chosen], [starts[i] for i in chosen], layout) for chosen in bins]
+    layouts: tuple[Layout, ...] = ("padded", "packed", "shared") if layout == "auto" else (layout,)
+    cuts = {one: _cut(sequences, one, token_budget, max_sequences or len(sequences)) for one in layouts}
+    best = min(layouts, key=lambda one: sum(_cost(rows, width) for rows in cuts[one]))
+    blocks = [
+        _block([[(sequences[i], starts[i]) for i in members] for _, members in rows], share=best == "shared")
+        for rows in cuts[best]
+    ]
     ranks: list[list[MicroBatch]] = [[] for _ in range(num_ranks)]
     for block in sorted(blocks, key=lambda b: -b.num_slots):
         min(ranks, key=lambda blocks_of_rank: sum(b.num_slots for b in blocks_of_rank)).append(block)
-    most = max(len(blocks_of_rank) for blocks_of_rank in ranks)
+    turns = max(len(blocks_of_rank) for blocks_of_rank in ranks)
     for blocks_of_rank in ranks:
-        blocks_of_rank += [_pad()] * (most - len(blocks_of_rank))
+        blocks_of_rank += [_pad()] * (turns - len(blocks_of_rank))
     widest = [max(block.widest for block in turn) for turn in zip(*ranks, strict=True)]
     return [[replace(block, widest=w) for block, w in zip(of_rank, widest, strict=True)] for of_rank in ranks]
-
-
-def _fill_bins(
-    order: list[int], lengths: list[int], layout: Layout, token_budget: int, max_sequences: int | None
-) -> list[list[int]]:
-    """Greedy in order for ``padded`` (neighbours are alike in length), first fit for ``packed``."""
-    bins: list[list[int]] = []
-    for index in order:
-        for chosen in bins if layout == "packed" else bins[-1:]:
-            if layout == "packed":
-                slots = sum(lengths[i] for i in chosen) + lengths[index]
-            else:
-                slots = lengths[chosen[0]] * (len(chosen) + 1)
-            if slots <= token_budget and len(chosen) < (max_sequences or len(order)):
-                chosen.append(index)
-                break
-        else:
-            bins.append([index])
-    return bins
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
@@ -130,11 +114,37 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
     return int(differ[0]) if differ.size else length
 
 
-def _fill_bins_by_family(
-    sequences: Sequence[SampledSequence], token_budget: int, max_sequences: int
-) -> list[list[int]]:
-    """Sequences with a common beginning stay together; such families then go first fit, largest first."""
-    families: list[tuple[int, list[int]]] = []  # slots, members
+Unit = tuple[int, list[int]]
+"""Slots, and the numbers of the trajectories that lie in them."""
+
+
+def _cut(
+    sequences: Sequence[SampledSequence], layout: Layout, token_budget: int, max_sequences: int
+) -> list[list[Unit]]:
+    """Which trajectories share a row, and which rows a micro-batch."""
+    if layout == "shared":
+        units = _families(sequences, token_budget, max_sequences)
+    else:
+        units = [(len(sequence.token_ids), [index]) for index, sequence in enumerate(sequences)]
+    # Largest first: rows of a block are alike, and the order is a pure function of the batch.
+    units.sort(key=lambda unit: (-unit[0], unit[1][0]))
+    return _stacked(units if layout == "padded" else _rows(units, max_sequences), token_budget, max_sequences)
+
+
+def _cost(rows: Sequence[Unit], width: int) -> float:
+    """Arithmetic of one micro-batch, up to a factor.
+
+    In a layer a slot meets about ``12 width^2`` weights, and a pair of slots takes ``2 width``. Without a mask the
+    kernels leave out the pairs that causality forbids.
+    """
+    length = rows[0][0]
+    is_masked = any(len(members) > 1 for _, members in rows)
+    return len(rows) * length * (6 * width + length * (1.0 if is_masked else 0.5))
+
+
+def _families(sequences: Sequence[SampledSequence], token_budget: int, max_sequences: int) -> list[Unit]:
+    """Sequences with a common beginning together, as far as a micro-batch has room for them."""
+    families: list[Unit] = []
     order = sorted(range(len(sequences)), key=lambda i: (sequences[i].token_ids, i))
     for place, index in enumerate(order):
         ids = sequences[index].token_ids
@@ -145,40 +155,81 @@ def _fill_bins_by_family(
                 families[-1] = (slots + len(ids) - common, [*members, index])
                 continue
         families.append((len(ids), [index]))
-    bins: list[tuple[int, list[int]]] = []
-    for slots, members in sorted(families, key=lambda family: (-family[0], family[1][0])):
-        for number, (filled, chosen) in enumerate(bins):
-            if filled + slots <= token_budget and len(chosen) + len(members) <= max_sequences:
-                bins[number] = (filled + slots, chosen + members)
+    return families
+
+
+def _rows(units: Sequence[Unit], max_sequences: int) -> list[Unit]:
+    """First fit into rows no longer than the longest unit: attention costs the square of a row, the rest its length."""
+    capacity = units[0][0] if units else 0
+    rows: list[Unit] = []
+    for slots, members in units:
+        for number, (filled, chosen) in enumerate(rows):
+            if filled + slots <= capacity and len(chosen) + len(members) <= max_sequences:
+                rows[number] = (filled + slots, chosen + members)
                 break
         else:
-            bins.append((slots, members))
-    return [members for _, members in bins]
+            rows.append((slots, members))
+    return sorted(rows, key=lambda row: (-row[0], row[1][0]))
 
 
-def _block(sequences: list[SampledSequence], starts: list[int], layout: Layout) -> MicroBatch:
-    if layout != "padded":
-        return _row(sequences, starts, share=layout == "shared")
-    lengths = [len(s.token_ids) for s in sequences]
-    num_rows, length = len(sequences), max(lengths)
-    input_ids = torch.zeros(num_rows, length, dtype=torch.int64)
+def _stacked(rows: Sequence[Unit], token_budget: int, max_sequences: int) -> list[list[Unit]]:
+    """Neighbouring rows, which are alike in length, as micro-batches; the first row of each is its longest."""
+    blocks: list[list[Unit]] = []
+    for row in rows:
+        if blocks:
+            block = blocks[-1]
+            count = sum(len(members) for _, members in block) + len(row[1])
+            if block[0][0] * (len(block) + 1) <= token_budget and count <= max_sequences:
+                block.append(row)
+                continue
+        blocks.append([row])
+    return blocks
+
+
+def _block(rows: list[list[tuple[SampledSequence, int]]], *, share: bool) -> MicroBatch:
+    """One micro-batch of rows of (sequence, index of its first sampled token)."""
+    laid = [_row(pairs, share=share) for pairs in rows]
+    length = max(len(row.input_ids) for row in laid)
+    input_ids = np.zeros((len(laid), length), dtype=np.int64)
+    position_ids = np.zeros_like(input_ids)
+    # Padding sees itself alone: attention over nothing is not a number.
+    last = np.tile(np.arange(length), (len(laid), 1))
     predict: list[int] = []
-    for number, sequence in enumerate(sequences):
-        input_ids[number, : len(sequence.token_ids)] = torch.tensor(sequence.token_ids)
-        predict += [number * length + position - 1 for position in sequence.positions]
-    return _micro_batch(input_ids, torch.arange(length).repeat(num_rows, 1), None, predict, sequences, starts)
+    for number, row in enumerate(laid):
+        filled = len(row.input_ids)
+        input_ids[number, :filled], position_ids[number, :filled] = row.input_ids, row.position_ids
+        last[number, :filled] = row.last
+        predict += [number * length + slot for slot in row.predict]
+    pairs = [pair for row in laid for pair in row.pairs]
+    return MicroBatch(
+        input_ids=torch.from_numpy(input_ids),
+        position_ids=torch.from_numpy(position_ids),
+        last=None if all(len(row.pairs) == 1 for row in laid) else torch.from_numpy(last),
+        predict=torch.tensor(predict, dtype=torch.int64),
+        target=torch.tensor([s.token_ids[p] for s, _ in pairs for p in s.positions], dtype=torch.int64),
+        origin=torch.tensor([start + i for s, start in pairs for i in range(len(s.positions))], dtype=torch.int64),
+        widest=len(predict),
+    )
 
 
-def _row(sequences: list[SampledSequence], starts: list[int], *, share: bool) -> MicroBatch:
+@dataclass(frozen=True, slots=True)
+class _Row:
+    input_ids: list[int]
+    position_ids: list[int]
+    last: np.ndarray[Any, np.dtype[np.int64]]  # [len(input_ids)]
+    predict: list[int]  # slots of the row, by the order of pairs
+    pairs: list[tuple[SampledSequence, int]]
+
+
+def _row(pairs: list[tuple[SampledSequence, int]], *, share: bool) -> _Row:
     """All in one row; with ``share``, what a sequence has in common with the one before it is not laid down again."""
-    pairs = list(zip(sequences, starts, strict=True))
     if share:
-        pairs.sort(key=lambda pair: (pair[0].token_ids, pair[1]))
+        pairs = sorted(pairs, key=lambda pair: (pair[0].token_ids, pair[1]))
     input_ids: list[int] = []
     position_ids: list[int] = []
     predict: list[int] = []
     path = np.zeros(0, dtype=np.int64)  # slots of the sequence before, in order
-    looked_at = np.zeros(sum(len(s.token_ids) for s in sequences), dtype=np.int64)
+    last = np.zeros(sum(len(sequence.token_ids) for sequence, _ in pairs), dtype=np.int64)
     before: tuple[int, ...] = ()
     for sequence, _ in pairs:
         common = _common(before, sequence.token_ids) if share else 0
@@ -186,41 +237,10 @@ def _row(sequences: list[SampledSequence], starts: list[int], *, share: bool) ->
         path = np.concatenate([path[:common], new])
         input_ids += sequence.token_ids[common:]
         position_ids += range(common, len(sequence.token_ids))
-        looked_at[path] = len(input_ids) - 1
+        last[path] = len(input_ids) - 1
         predict += path[np.asarray(sequence.positions, dtype=np.int64) - 1].tolist()
         before = sequence.token_ids
-    alone = len(sequences) == 1
-    return _micro_batch(
-        torch.tensor([input_ids]),
-        torch.tensor([position_ids]),
-        None if alone else torch.from_numpy(looked_at[: len(input_ids)])[None],
-        predict,
-        [sequence for sequence, _ in pairs],
-        [start for _, start in pairs],
-    )
-
-
-def _micro_batch(
-    input_ids: Tensor,
-    position_ids: Tensor,
-    last: Tensor | None,
-    predict: list[int],
-    sequences: Sequence[SampledSequence],
-    starts: Sequence[int],
-) -> MicroBatch:
-    target = [sequence.token_ids[position] for sequence in sequences for position in sequence.positions]
-    origin = [
-        start + i for sequence, start in zip(sequences, starts, strict=True) for i in range(len(sequence.positions))
-    ]
-    return MicroBatch(
-        input_ids=input_ids,
-        position_ids=position_ids,
-        last=last,
-        predict=torch.tensor(predict, dtype=torch.int64),
-        target=torch.tensor(target, dtype=torch.int64),
-        origin=torch.tensor(origin, dtype=torch.int64),
-        widest=len(target),
-    )
+    return _Row(input_ids, position_ids, last[: len(input_ids)], predict, pairs)
 
 
 def _pad() -> MicroBatch:

@@ -54,10 +54,12 @@ class LearnerRanks:
     def __init__(self, folder: Path, dtype: str, config: LearnerConfig, *, temperature: float, threads: int) -> None:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+        from transformers import AutoConfig
 
         self.config = config
         self.dtype = DTYPES[dtype]
         self.steps_taken = 0
+        self._width: int = AutoConfig.from_pretrained(folder).get_text_config().hidden_size
         self._ranks: list[Any] = []
         self._owns_ray = not ray.is_initialized()
         if self._owns_ray:
@@ -87,9 +89,13 @@ class LearnerRanks:
             token_budget=self.config.micro_tokens,
             max_sequences=self.config.max_micro_sequences,
             num_ranks=self.config.ranks,
+            width=self._width,
         )
 
-    def score(self, micro_batches: Sequence[Sequence[MicroBatch]], num_tokens: int) -> TokenStatistics:
+    def score(
+        self, micro_batches: Sequence[Sequence[MicroBatch]], num_tokens: int, *, before_step: bool = False
+    ) -> TokenStatistics:
+        # What travels to an actor arrives as another object, so a step there always makes its own forward.
         statistics: TokenStatistics = self._all("call", "score", micro_batches, num_tokens)
         return statistics
 

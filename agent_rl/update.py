@@ -82,7 +82,7 @@ def update(
     if config.score == "reuse":
         plan = plan_from_sampler(batch, controllers, config.plan)
     else:
-        statistics = learner.score(packed, batch.num_tokens)
+        statistics = learner.score(packed, batch.num_tokens, before_step=learns and config.mini_batches == 1)
         flat = [micro_batch for of_rank in packed for micro_batch in of_rank]
         plan = make_plan(batch, statistics, controllers, config.plan, algorithm=algorithm, micro_batches=flat)
     clock.lap("score")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -67,13 +68,13 @@ class TransformersEngine:
             )
         if request_id in self._waiting:
             raise ValueError(f"request {request_id!r} is already waiting")
-        count = min(sampling.max_tokens, room)
+        limit = min(sampling.max_tokens, room)
         stream = np.random.Generator(np.random.Philox(key=sampling.seed))
         request = _Request(
             id=request_id,
             prompt_ids=list(prompt_ids),
             sampling=sampling,
-            uniforms=stream.random(count),
+            uniforms=stream.random(limit),
             future=asyncio.get_running_loop().create_future(),
             token_ids=[],
             logprobs=[],
@@ -135,15 +136,19 @@ class TransformersEngine:
         from transformers import DynamicCache
 
         device = self.model.device
-        longest = max(len(r.prompt_ids) for r in requests)
-        pads = torch.tensor([longest - len(r.prompt_ids) for r in requests], device=device)
-        ids = torch.tensor([[0] * (longest - len(r.prompt_ids)) + r.prompt_ids for r in requests], device=device)
+        # A group's prompt is read once.
+        prompts = list(dict.fromkeys(tuple(r.prompt_ids) for r in requests))
+        longest = max(map(len, prompts))
+        pads = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
+        ids = torch.tensor([(0,) * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
         columns = torch.arange(longest, device=device)
         mask = (columns[None] >= pads[:, None]).long()
         positions = (columns[None] - pads[:, None]).clamp(min=0)
         cache = DynamicCache(config=self.model.config)
-        alive = requests
-        while True:
+        place = {prompt: row for row, prompt in enumerate(prompts)}
+        rows = torch.tensor([place[tuple(r.prompt_ids)] for r in requests], device=device)
+        alive, draws = requests, _Draws.of(requests, device)
+        for step in count():
             output = self.model(
                 input_ids=ids,
                 attention_mask=mask,
@@ -152,7 +157,11 @@ class TransformersEngine:
                 use_cache=True,
                 logits_to_keep=1,
             )
-            chosen, logprobs = _sample(output.logits[:, -1].float(), alive)
+            logits = output.logits[:, -1].float()
+            if len(logits) < len(alive):  # the prompts have been read
+                cache.batch_select_indices(rows)
+                logits, mask, positions = logits[rows], mask[rows], positions[rows]
+            chosen, logprobs = _sample(logits, draws, step)
             for request, token, logprob in zip(alive, chosen.tolist(), logprobs.tolist(), strict=True):
                 request.token_ids.append(token)
                 request.logprobs.append(logprob)
@@ -164,28 +173,55 @@ class TransformersEngine:
             if not going:
                 return
             if len(going) < len(alive):
-                rows = torch.tensor(going, device=device)
-                cache.batch_select_indices(rows)
-                chosen, mask, positions = chosen[rows], mask[rows], positions[rows]
+                kept = torch.tensor(going, device=device)
+                cache.batch_select_indices(kept)
+                chosen, mask, positions, draws = chosen[kept], mask[kept], positions[kept], draws[kept]
                 alive = [alive[i] for i in going]
             ids = chosen[:, None]
             mask = torch.cat([mask, mask.new_ones(len(alive), 1)], dim=1)
             positions = positions[:, -1:] + 1
 
 
-def _sample(logits: Tensor, requests: list[_Request]) -> tuple[Tensor, Tensor]:
-    """One id a row and its logprob under the distribution that it was drawn from (float32 [B])."""
-    temperature = torch.tensor([r.sampling.temperature or 1.0 for r in requests], device=logits.device)
-    top_p = torch.tensor([r.sampling.top_p for r in requests], device=logits.device)
-    logp = torch.log_softmax(logits / temperature[:, None], dim=-1)
-    if bool((top_p < 1).any()):
+@dataclass(frozen=True, slots=True)
+class _Draws:
+    """How the next tokens of some requests are drawn, a row each."""
+
+    temperature: Tensor  # float32 [B], 1 where greedy
+    top_p: Tensor | None  # float32 [B]; None where all are 1
+    greedy: Tensor | None  # bool [B]; None where none is
+    uniforms: Tensor  # float64 [B, longest]
+
+    @staticmethod
+    def of(requests: Sequence[_Request], device: torch.device) -> _Draws:
+        samplings = [r.sampling for r in requests]
+        longest = max(len(r.uniforms) for r in requests)
+        uniforms = np.stack([np.pad(r.uniforms, (0, longest - len(r.uniforms))) for r in requests])
+        top_p = [s.top_p for s in samplings]
+        greedy = [s.temperature == 0 for s in samplings]
+        return _Draws(
+            torch.tensor([s.temperature or 1.0 for s in samplings], device=device),
+            torch.tensor(top_p, device=device) if min(top_p) < 1 else None,
+            torch.tensor(greedy, device=device) if any(greedy) else None,
+            torch.from_numpy(uniforms).to(device),
+        )
+
+    def __getitem__(self, rows: Tensor) -> _Draws:
+        top_p = None if self.top_p is None else self.top_p[rows]
+        greedy = None if self.greedy is None else self.greedy[rows]
+        return _Draws(self.temperature[rows], top_p, greedy, self.uniforms[rows])
+
+
+def _sample(logits: Tensor, draws: _Draws, place: int) -> tuple[Tensor, Tensor]:
+    """One id a row, the ``place``-th of its turn, and its logprob under the distribution it was drawn from [B]."""
+    logp = torch.log_softmax(logits / draws.temperature[:, None], dim=-1)
+    if draws.top_p is not None:
         ranked, order = logp.sort(dim=-1, descending=True)
         before = ranked.exp().cumsum(-1) - ranked.exp()
-        cut = torch.zeros_like(logp, dtype=torch.bool).scatter(-1, order, before >= top_p[:, None])
+        cut = torch.zeros_like(logp, dtype=torch.bool).scatter(-1, order, before >= draws.top_p[:, None])
         logp = torch.log_softmax(logp.masked_fill(cut, -torch.inf), dim=-1)
-    draws = torch.tensor([r.uniforms[len(r.token_ids)] for r in requests], device=logits.device)
     cumulative = logp.double().exp().cumsum(-1)
-    drawn = torch.searchsorted(cumulative, (draws * cumulative[:, -1])[:, None], right=True).squeeze(-1)
-    greedy = torch.tensor([r.sampling.temperature == 0 for r in requests], device=logits.device)
-    chosen = torch.where(greedy, logits.argmax(-1), drawn.clamp(max=logits.shape[-1] - 1))
+    draw = draws.uniforms[:, place, None] * cumulative[:, -1:]
+    chosen = torch.searchsorted(cumulative, draw, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
+    if draws.greedy is not None:
+        chosen = torch.where(draws.greedy, logits.argmax(-1), chosen)
     return chosen, logp.gather(-1, chosen[:, None]).squeeze(-1)

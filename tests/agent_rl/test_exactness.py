@@ -100,7 +100,7 @@ def test_update_is_the_same_for_every_cut(results: dict[str, list[dict[str, Any]
     assert len({result["num_micro_batches"] for result in cuts}) >= 3  # the batch really was cut in different ways
     assert reference["clip_fraction"] > 0.05  # and the clip takes part
     slots = {layout: min(r["num_slots"] for r in cuts if r["case"][0] == layout) for layout in ("packed", "shared")}
-    assert slots["shared"] < 0.8 * slots["packed"]  # and common beginnings were laid down once
+    assert slots["shared"] < 0.9 * slots["packed"]  # and common beginnings were laid down once
     for result in cuts:
         where = result["case"]
         assert result["l_plus"] == reference["l_plus"], where

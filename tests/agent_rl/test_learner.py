@@ -59,6 +59,32 @@ def test_what_saves_memory_changes_no_number(tiny_folder: Path, settings: dict[s
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("most", [None, 1])
+def test_a_step_that_goes_on_from_the_score_pass_is_the_same_step(
+    tiny_folder: Path, stage: int, most: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coefficient_T = torch.linspace(-1, 1, NUM_TOKENS)
+
+    def weights(before_step: bool) -> tuple[dict[str, torch.Tensor], int]:
+        settings: dict[str, Any] = {"zero_stage": stage, "max_micro_sequences": most, "lr": 1e-2}
+        learner = Learner(load_model(tiny_folder, "float32"), LearnerConfig(**settings), temperature=1.0)
+        calls = []
+        forward = learner.policy.forward
+        monkeypatch.setattr(learner.policy, "forward", lambda *a, **k: calls.append(1) or forward(*a, **k))
+        for _ in range(2):
+            packed = learner.pack(SEQUENCES)
+            old_T = learner.score(packed, NUM_TOKENS, before_step=before_step).logp
+            learner.step(packed, coefficient_T, old_T)
+        learner.close()
+        return {name: tensor.clone() for name, tensor in learner.named_tensors()}, len(calls)
+
+    (expected, num_plain), (found, num_forwards) = weights(False), weights(True)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    # One micro-batch: the forward of the score pass serves the step; several: graphs of all would not fit.
+    assert (num_plain, num_forwards) == ((4, 2) if most is None else (12, 12))
+
+
 def test_an_adapter_goes_on_from_its_checkpoint(tiny_folder: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"lora": LoraSettings(rank=2)}
     learner, expected = stepped(tiny_folder, 3, **settings)

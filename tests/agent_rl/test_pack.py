@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from agent_rl.pack import Layout, MicroBatch, SampledSequence, attention_mask, pack
 
-LAYOUTS: tuple[Layout, ...] = ("padded", "packed", "shared")
+LAYOUTS: tuple[Layout, ...] = ("auto", "padded", "packed", "shared")
 FEW_IDS = st.integers(0, 2)
 
 
@@ -61,11 +61,45 @@ def test_every_sampled_token_is_predicted_once_from_just_what_came_before_it(
     assert sorted(found) == list(range(len(before)))
 
 
-@given(sequences=families())
-def test_the_shared_layout_has_one_slot_for_each_distinct_beginning(sequences: list[SampledSequence]) -> None:
+@given(trunk=st.lists(FEW_IDS, min_size=8, max_size=20), data=st.data())
+def test_the_shared_layout_has_one_slot_for_each_distinct_beginning(trunk: list[int], data: st.DataObject) -> None:
+    tails = data.draw(st.lists(st.lists(FEW_IDS, min_size=1, max_size=12), min_size=1, max_size=8))
+    sequences = [SampledSequence(token_ids=(*trunk, *tail), positions=(len(trunk),)) for tail in tails]
     ((block,),) = pack(sequences, layout="shared", token_budget=10_000)
-    beginnings = {s.token_ids[: n + 1] for s in sequences for n in range(len(s.token_ids))}
-    assert block.num_slots == len(beginnings)
+    assert block.num_slots == len({s.token_ids[: n + 1] for s in sequences for n in range(len(s.token_ids))})
+
+
+def family(prompt: int, lengths: list[int], first: int = 0) -> list[SampledSequence]:
+    """Continuations of one prompt, that differ from their first token on."""
+    start = tuple(range(first, first + prompt))
+    return [
+        SampledSequence(token_ids=(*start, *([1000 + first + i] * n)), positions=tuple(range(prompt, prompt + n)))
+        for i, n in enumerate(lengths)
+    ]
+
+
+def test_rows_are_no_longer_than_they_must_be() -> None:
+    uneven = family(2, [62, 30, 30, 30, 20, 10])
+    ((block,),) = pack(uneven, layout="packed", token_budget=10_000)
+    assert block.input_ids.shape == (4, 64)
+    groups = [s for g in range(4) for s in family(40, [8] * 8, first=100 * g)]
+    ((block,),) = pack(groups, layout="shared", token_budget=10_000)
+    assert block.input_ids.shape == (4, 40 + 8 * 8)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "width", "shape"),
+    [
+        (family(2, [60] * 8), 128, (8, 62)),  # alike and with little in common: a row each
+        (family(60, [4] * 8), 128, (1, 60 + 8 * 4)),  # a long prompt: once
+        (family(2, [62, 30, 30, 30, 30]), 128, (3, 64)),  # uneven: two in a row
+        (family(60, [600] * 8), 128, (8, 660)),  # shared would be fewer slots, but longer rows than it is worth
+        (family(600, [600] * 8), 8192, (1, 600 + 8 * 600)),  # the wider the model, the less attention counts
+    ],
+)
+def test_auto_takes_the_cheapest_layout(sequences: list[SampledSequence], width: int, shape: tuple[int, int]) -> None:
+    ((block,),) = pack(sequences, layout="auto", token_budget=100_000, width=width)
+    assert block.input_ids.shape == shape
 
 
 @pytest.mark.parametrize("layout", ["packed", "shared"])
@@ -75,12 +109,15 @@ def test_a_trajectory_does_not_see_its_neighbour(layout: Layout, tiny_model: Any
 
     def hidden(neighbour: tuple[int, ...]) -> torch.Tensor:
         other = SampledSequence(token_ids=(*prompt, *neighbour), positions=(20,))
-        ((block,),) = pack([own, other], layout=layout, token_budget=1000)
+        longest = SampledSequence(token_ids=tuple(range(60, 110)), positions=(1,))  # makes room for both in one row
+        ((block,),) = pack([own, other, longest], layout=layout, token_budget=1000)
         assert block.last is not None
+        assert block.input_ids.shape == (2, 50)
         with torch.no_grad():
             states = tiny_model.get_decoder()(
                 input_ids=block.input_ids, position_ids=block.position_ids, attention_mask=attention_mask(block.last)
             ).last_hidden_state
-        return states[0][[slot for slot, o in zip(block.predict.tolist(), block.origin.tolist(), strict=True) if o < 3]]
+        slots = [slot for slot, o in zip(block.predict.tolist(), block.origin.tolist(), strict=True) if o < 3]
+        return states.flatten(0, 1)[slots]
 
     torch.testing.assert_close(hidden((40, 41, 42)), hidden((50, 51, 52)), rtol=0, atol=1e-6)
