@@ -209,7 +209,7 @@ class LearnerConfig(Section):
     )
     micro_tokens: int = Field(8192, ge=2, description="slots of one micro-batch")
     max_micro_sequences: int | None = Field(None, ge=1, description="trajectories of one micro-batch")
-    chunk_tokens: int = Field(1024, ge=1, description="tokens projected to the vocabulary at once")
+    chunk_tokens: int = Field(512, ge=1, description="tokens projected to the vocabulary at once")
     activation_checkpointing: bool = Field(False, description="layers are computed again in backward: less memory")
     offload: Literal["none", "cpu"] = Field("none", description="where ZeRO keeps the optimizer's state")
     lora: LoraSettings = LoraSettings()

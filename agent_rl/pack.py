@@ -1,9 +1,9 @@
 """Cuts an update batch into micro-batches without changing what is computed: layout, token budget, ranks.
 
 A micro-batch is a block of rows [R, L]. ``padded`` puts one trajectory in a row; ``packed`` joins trajectories end to
-end in rows as long as the longest one, kept apart by the attention mask; ``shared`` does too, and what trajectories
-have in common from their start (the prompt of a group, the trunk of branches) is laid down once. ``auto`` takes the one
-of the three that costs the least arithmetic for the batch at hand. Only positions that predict a sampled token are ever
+end in rows, kept apart by the attention mask, so that hardly any slot is padding; ``shared`` does too, and what
+trajectories have in common from their start (the prompt of a group, the trunk of branches) is laid down once. ``auto``
+takes what costs the least arithmetic for the batch at hand. Only positions that predict a sampled token are ever
 projected to the vocabulary, and each carries its index in the batch's one flat list of sampled tokens, so results are
 put back where they belong whatever the cut.
 
@@ -12,7 +12,8 @@ Dimensions: R rows, L row length, M sampled tokens of the micro-batch, T sampled
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -21,6 +22,12 @@ import torch
 from torch import Tensor
 
 Layout = Literal["auto", "padded", "packed", "shared"]
+
+MOST_PADDING = 0.05
+"""Share of slots that ``packed`` leaves empty, where rows can be joined so that it does."""
+
+SLACK = 1.1
+"""Slots of a micro-batch over its even share, so that uneven rows find a place."""
 
 LEAST_SHARED = 8
 """Tokens in common from which trajectories are kept in one micro-batch by the ``shared`` layout."""
@@ -85,17 +92,29 @@ def pack(
         token_budget: most slots R * L of a micro-batch; a single longer trajectory gets one of its own.
         num_ranks: data-parallel world size.
         max_sequences: most trajectories of a micro-batch.
-        width: of the model's hidden states; only ``auto`` asks.
+        width: of the model's hidden states, for what attention costs beside the rest.
     """
     starts = [0]
     for sequence in sequences:
         starts.append(starts[-1] + len(sequence.positions))
     layouts: tuple[Layout, ...] = ("padded", "packed", "shared") if layout == "auto" else (layout,)
-    cuts = {one: _cut(sequences, one, token_budget, max_sequences or len(sequences)) for one in layouts}
-    best = min(layouts, key=lambda one: sum(_cost(rows, width) for rows in cuts[one]))
+    if num_ranks > 1:
+        # As many micro-batches as all ranks have turns, about equal: none waits while the others have one more.
+        lengths = [len(sequence.token_ids) for sequence in sequences]
+        turns = -(-sum(lengths) // (num_ranks * token_budget))
+        token_budget = min(token_budget, max(*lengths, math.ceil(SLACK * sum(lengths) / (num_ranks * turns))))
+    cuts = [
+        (one, cut) for one in layouts for cut in _cuts(sequences, one, token_budget, max_sequences or len(sequences))
+    ]
+
+    def badness(pair: tuple[Layout, list[list[Unit]]]) -> tuple[bool, int, float]:
+        turns = -(-len(pair[1]) // num_ranks) if num_ranks > 1 else 0
+        return layout == "packed" and _padding(pair[1]) > MOST_PADDING, turns, _cost(pair[1], width)
+
+    best, cut = min(cuts, key=badness)
     blocks = [
         _block([[(sequences[i], starts[i]) for i in members] for _, members in rows], share=best == "shared")
-        for rows in cuts[best]
+        for rows in cut
     ]
     ranks: list[list[MicroBatch]] = [[] for _ in range(num_ranks)]
     for block in sorted(blocks, key=lambda b: -b.num_slots):
@@ -118,28 +137,43 @@ Unit = tuple[int, list[int]]
 """Slots, and the numbers of the trajectories that lie in them."""
 
 
-def _cut(
+def _cuts(
     sequences: Sequence[SampledSequence], layout: Layout, token_budget: int, max_sequences: int
-) -> list[list[Unit]]:
-    """Which trajectories share a row, and which rows a micro-batch."""
+) -> Iterator[list[list[Unit]]]:
+    """Which trajectories share a row, and which rows a micro-batch; one way for each length that rows may have."""
     if layout == "shared":
         units = _families(sequences, token_budget, max_sequences)
     else:
         units = [(len(sequence.token_ids), [index]) for index, sequence in enumerate(sequences)]
     # Largest first: rows of a block are alike, and the order is a pure function of the batch.
     units.sort(key=lambda unit: (-unit[0], unit[1][0]))
-    return _stacked(units if layout == "padded" else _rows(units, max_sequences), token_budget, max_sequences)
+    if layout == "padded":
+        yield _stacked(units, token_budget, max_sequences)
+        return
+    capacity = units[0][0] if units else 1
+    yield _stacked(_rows(units, capacity, max_sequences), token_budget, max_sequences)
+    while 2 * capacity <= min(token_budget, sum(slots for slots, _ in units)):
+        capacity *= 2
+        yield _stacked(_rows(units, capacity, max_sequences), token_budget, max_sequences)
 
 
-def _cost(rows: Sequence[Unit], width: int) -> float:
-    """Arithmetic of one micro-batch, up to a factor.
+def _padding(cut: Sequence[Sequence[Unit]]) -> float:
+    """Share of slots that nothing lies in."""
+    return 1 - sum(slots for rows in cut for slots, _ in rows) / sum(len(rows) * rows[0][0] for rows in cut)
+
+
+def _cost(cut: Sequence[Sequence[Unit]], width: int) -> float:
+    """Arithmetic of all micro-batches, up to a factor.
 
     In a layer a slot meets about ``12 width^2`` weights, and a pair of slots takes ``2 width``. Without a mask the
     kernels leave out the pairs that causality forbids.
     """
-    length = rows[0][0]
-    is_masked = any(len(members) > 1 for _, members in rows)
-    return len(rows) * length * (6 * width + length * (1.0 if is_masked else 0.5))
+    cost = 0.0
+    for rows in cut:
+        length = rows[0][0]
+        is_masked = any(len(members) > 1 for _, members in rows)
+        cost += len(rows) * length * (6 * width + length * (1.0 if is_masked else 0.5))
+    return cost
 
 
 def _families(sequences: Sequence[SampledSequence], token_budget: int, max_sequences: int) -> list[Unit]:
@@ -158,9 +192,8 @@ def _families(sequences: Sequence[SampledSequence], token_budget: int, max_seque
     return families
 
 
-def _rows(units: Sequence[Unit], max_sequences: int) -> list[Unit]:
-    """First fit into rows no longer than the longest unit: attention costs the square of a row, the rest its length."""
-    capacity = units[0][0] if units else 0
+def _rows(units: Sequence[Unit], capacity: int, max_sequences: int) -> list[Unit]:
+    """First fit into rows of ``capacity``: the longer a row, the less padding, but attention costs its square."""
     rows: list[Unit] = []
     for slots, members in units:
         for number, (filled, chosen) in enumerate(rows):

@@ -87,6 +87,25 @@ def test_rows_are_no_longer_than_they_must_be() -> None:
     assert block.input_ids.shape == (4, 40 + 8 * 8)
 
 
+UNEVEN = family(2, [300 + 7 * i % 240 for i in range(64)])
+"""No two fit into the row of the longest."""
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_packed_leaves_few_slots_empty(num_ranks: int) -> None:
+    ranks = pack(UNEVEN, layout="packed", token_budget=32_768, num_ranks=num_ranks)
+    num_slots = sum(block.num_slots for of_rank in ranks for block in of_rank if not block.is_pad)
+    assert sum(len(s.token_ids) for s in UNEVEN) >= 0.95 * num_slots
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_no_rank_is_without_work(num_ranks: int) -> None:
+    ranks = pack(UNEVEN, layout="auto", token_budget=32_768, num_ranks=num_ranks)
+    assert not any(block.is_pad for of_rank in ranks for block in of_rank)
+    slots = [sum(block.num_slots for block in of_rank) for of_rank in ranks]
+    assert max(slots) < 1.2 * sum(slots) / num_ranks
+
+
 @pytest.mark.parametrize(
     ("sequences", "width", "shape"),
     [

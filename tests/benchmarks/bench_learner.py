@@ -90,16 +90,29 @@ def head(arguments: argparse.Namespace) -> None:
         print(f"| | naive / chunked | {peaks['naive'] / peaks['chunked']:.1f}x | |")
 
 
+class Headed(torch.nn.Module):
+    """As much of a model as the learner's way through the head asks for."""
+
+    def __init__(self, head_layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.head = head_layer
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.head
+
+
 def one_head(arguments: argparse.Namespace) -> None:
     from torch.utils.checkpoint import checkpoint
 
-    from stare import token_statistics
+    from agent_rl.policy import Policy
 
     torch.manual_seed(0)
     tokens, width, vocabulary = 4096, 576, arguments.vocabulary
     hidden = torch.randn(tokens, width, requires_grad=True)
-    weight = (torch.randn(vocabulary, width) / width).requires_grad_()
+    head_layer = torch.nn.Linear(width, vocabulary, bias=False)
+    weight = head_layer.weight
     weight.grad, hidden.grad = torch.zeros_like(weight), torch.zeros_like(hidden)
+    policy = Policy(Headed(head_layer), temperature=1.0)
     target = torch.randint(vocabulary, (tokens,))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.perf_counter()
@@ -108,14 +121,9 @@ def one_head(arguments: argparse.Namespace) -> None:
         entropy = -(logp.exp() * logp).sum(-1)
         chosen = logp.gather(-1, target[:, None]).squeeze(-1)
     else:
-
-        def chunk(rows: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            statistics_of_rows = token_statistics(rows @ weight.T, ids)
-            return statistics_of_rows.logp, statistics_of_rows.entropy
-
         pairs = zip(hidden.split(arguments.chunk), target.split(arguments.chunk), strict=True)
-        parts = [checkpoint(chunk, rows, ids, use_reentrant=False) for rows, ids in pairs]
-        chosen, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
+        parts = [checkpoint(policy._chunk, rows, ids, True, use_reentrant=False) for rows, ids in pairs]
+        chosen, entropy, _ = (torch.cat(column) for column in zip(*parts, strict=True))
     chosen.sum().backward()
     assert torch.isfinite(entropy.sum())
     peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
