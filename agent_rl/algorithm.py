@@ -1,7 +1,8 @@
-"""The methods around STARE as a run uses them: advantage, token weights and ratio rule by name (docs/methods.md)."""
+"""The methods around STARE as a run uses them: advantage, weights, ratio, regularisers by name (docs/methods.md)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from agent_rl.correction import CorrectionName
 from agent_rl.methods import chosen
+from agent_rl.regularisers import OF_ENTROPY, OF_REFERENCE, OF_SCORES
 from agent_rl.types import Trajectory
 from stare import SurrogateSum
 from stare.neighbours import Tokens, Turns, options_of
@@ -19,6 +22,9 @@ PER_TRAJECTORY = ("gspo", "gmpo")
 
 PER_TURN = ("turn_ratio",)
 
+BY_ENTROPY = ("hapo_clip",)
+"""Ratio rules that look at the entropy of each token's position."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RatioRule:
@@ -27,12 +33,15 @@ class RatioRule:
     name: str
     options: Mapping[str, Any]
     segment_T: Tensor | None  # int64 [T], trajectory or turn of every sampled token; None: the rule is per token
+    signal_T: Tensor | None = None  # float32 [T], ``entropy_signal`` over the whole batch; None: not looked at
 
     def surrogate(self, logp_M: Tensor, logp_old_M: Tensor, coefficient_M: Tensor, origin_M: Tensor) -> SurrogateSum:
         """Of one micro-batch, in which trajectories are whole; ``origin_M`` is the place of its tokens among T."""
         arguments = dict(self.options)
         if self.segment_T is not None:
             arguments["segment_M"] = self.segment_T[origin_M].to(logp_M.device)
+        if self.signal_T is not None:
+            arguments["signal_M"] = self.signal_T[origin_M].to(logp_M.device)
         result: SurrogateSum = chosen(self.name, "ratio").function(logp_M, logp_old_M, coefficient_M, **arguments)
         return result
 
@@ -49,6 +58,8 @@ class Algorithm:
     advantage: str = "grpo"
     ratio: str = "dapo"  # with the bounds of the learner's section
     token_weights: tuple[str, ...] = ()  # each multiplies what the ones before it and STARE's omega leave
+    regularisers: tuple[str, ...] = ()  # terms of the loss beside the surrogate
+    correction: CorrectionName = "none"  # of tokens that another policy sampled
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -60,8 +71,17 @@ class Algorithm:
             if name == "stare":
                 raise ValueError("'stare' is always on, by its own section: stare.variant 'none' leaves it out")
             chosen(name, "token weight")
+        for name in self.regularisers:
+            chosen(name, "regulariser")
+            if self.regularisers.count(name) > 1:
+                raise ValueError(f"regulariser {name!r} is named twice: set its coefficient instead")
+            weight = self.options.get(name, {}).get("coefficient", 0.0)
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+                raise ValueError(f"options.{name}.coefficient = {weight!r}: give a finite number")
+        if self.correction in self.token_weights:
+            raise ValueError(f"{self.correction!r} is both token weight and correction: it would count twice")
         for name, options in self.options.items():
-            if name not in (self.advantage, self.ratio, *self.token_weights):
+            if name not in (self.advantage, self.ratio, self.correction, *self.token_weights, *self.regularisers):
                 raise ValueError(f"options for {name!r}, which is not chosen")
             options_of(name, options)
 
@@ -85,8 +105,29 @@ class Algorithm:
     def is_per_turn(self) -> bool:
         return chosen(self.advantage, "advantage", "turn advantage").hook == "turn advantage"
 
-    def ratio_rule(self, trajectories: Sequence[Trajectory]) -> RatioRule | None:
-        """For the sampled tokens of these trajectories; None for the default, which is the learner's own clip."""
+    @property
+    def needs_reference(self) -> bool:
+        """Something compares with the policy that the run started with."""
+        return "ace" in self.token_weights or any(name in OF_REFERENCE for name in self.regularisers)
+
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        """Something moves the entropy itself."""
+        return any(name in OF_ENTROPY for name in self.regularisers)
+
+    @property
+    def needs_scores(self) -> tuple[str, ...]:
+        """Chosen methods that must know the learner's logprobs and entropy of the batch before its first step."""
+        late = tuple(name for name in self.regularisers if name in OF_SCORES)
+        ratio = (self.ratio,) if self.ratio in BY_ENTROPY else ()
+        correction = (self.correction,) if self.correction != "none" else ()
+        return (*self.token_weights, *late, *ratio, *correction)
+
+    def ratio_rule(self, trajectories: Sequence[Trajectory], signal_T: Tensor | None = None) -> RatioRule | None:
+        """For the sampled tokens of these trajectories; None for the default, which is the learner's own clip.
+
+        ``signal_T`` is ``entropy_signal`` of these tokens, from the whole batch; only rules in ``BY_ENTROPY`` take it.
+        """
         if self.ratio == "dapo":
             return None
         counts: list[int] | None = None
@@ -95,7 +136,11 @@ class Algorithm:
         elif self.ratio in PER_TRAJECTORY:
             counts = [trajectory.num_sampled for trajectory in trajectories]
         segment_T = None if counts is None else torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-        return RatioRule(name=self.ratio, options=self.options.get(self.ratio, {}), segment_T=segment_T)
+        if self.ratio not in BY_ENTROPY:
+            signal_T = None
+        return RatioRule(
+            name=self.ratio, options=self.options.get(self.ratio, {}), segment_T=segment_T, signal_T=signal_T
+        )
 
     def weights(self, tokens: Tokens) -> Tensor:
         """float64 [T], the product of all token weights; 1 where there are none."""

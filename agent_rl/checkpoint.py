@@ -10,10 +10,11 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from agent_rl.config import ConfigError
+from agent_rl.regularisers import RegulariserState
 from stare import Controller
 
 
@@ -25,6 +26,7 @@ class RunState:
     cursor: int  # prompts consumed
     seed: int
     controllers: dict[str, Controller]  # by scenario
+    regularisers: RegulariserState = field(default_factory=RegulariserState)
 
 
 def folders(root: Path) -> list[Path]:
@@ -54,6 +56,7 @@ def read_state(folder: Path) -> RunState:
     try:
         data = json.loads((folder / "state.json").read_text())
         controllers = {name: Controller.from_dict(state) for name, state in data["controllers"].items()}
-        return RunState(**{**data, "controllers": controllers})
+        regularisers = RegulariserState.from_dict(data["regularisers"])
+        return RunState(**{**data, "controllers": controllers, "regularisers": regularisers})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"checkpoint {folder} is damaged ({error}): remove it to go on from an older one") from None

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from agent_rl.algorithm import Algorithm
+from agent_rl.correction import CorrectionName
 from agent_rl.errors import ConfigError as ConfigError
 from agent_rl.pack import Layout
 from agent_rl.plan import PlanOptions, Selection
@@ -70,6 +71,9 @@ class RolloutConfig(Section):
         0.0,
         ge=0,
         description="share of groups begun beyond the wanted; the rest is cancelled when enough differ inside",
+    )
+    leftovers: Literal["cancel", "keep"] = Field(
+        "cancel", description="rollouts begun and not yet needed: cancelled, or kept for the next step"
     )
     concurrency: int | None = Field(
         None, ge=1, description="episodes at once; at most sandbox.size where tools keep a sandbox for the episode"
@@ -163,19 +167,23 @@ class AlgorithmConfig(Section):
     advantage: str = Field("grpo", description="of each trajectory or turn, from the rewards of its group")
     ratio: str = Field("dapo", description="what becomes of the ratio of new to old policy; dapo: the learner's clips")
     token_weights: tuple[str, ...] = Field((), description="each multiplies the advantages of tokens, before STARE")
+    regularisers: tuple[str, ...] = Field((), description="terms of the loss; options.NAME.coefficient is their weight")
+    correction: CorrectionName | Literal["auto"] = Field(
+        "auto", description="of tokens from another policy than the learner's; auto: tis where rollouts can be stale"
+    )
     options: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="parameters by method, e.g. { pass_at_k = { k = 2 } }"
     )
 
-    @model_validator(mode="after")
-    def _names_exist(self) -> AlgorithmConfig:
-        assert self.chosen  # raises where a name or option does not exist
-        return self
-
-    @property
-    def chosen(self) -> Algorithm:
+    def chosen(self, auto: CorrectionName) -> Algorithm:
+        """The methods, ``auto`` being the correction that it stands for; raises as ``Algorithm``."""
         return Algorithm(
-            advantage=self.advantage, ratio=self.ratio, token_weights=self.token_weights, options=self.options
+            advantage=self.advantage,
+            ratio=self.ratio,
+            token_weights=self.token_weights,
+            regularisers=self.regularisers,
+            correction=auto if self.correction == "auto" else self.correction,
+            options=self.options,
         )
 
 
@@ -294,10 +302,20 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     records: RecordsConfig = RecordsConfig()
 
+    @property
+    def chosen_algorithm(self) -> Algorithm:
+        """The methods around STARE by name; with reused logprobs the ratio itself is taken against the sampler."""
+        is_stale = self.rollout.leftovers == "keep" and self.stare.score == "exact"
+        return self.algorithm.chosen("tis" if is_stale else "none")
+
     @model_validator(mode="after")
-    def _reuse_fits(self) -> RunConfig:
-        if self.stare.score == "reuse" and self.algorithm.token_weights:
-            raise ValueError("algorithm.token_weights need stare.score 'exact': 'reuse' knows no entropy in time")
+    def _methods_fit(self) -> RunConfig:
+        algorithm = self.chosen_algorithm  # raises where a name or option does not exist
+        if self.stare.score == "reuse" and algorithm.needs_scores:
+            names = ", ".join(algorithm.needs_scores)
+            raise ValueError(f"{names} of algorithm need stare.score 'exact': 'reuse' knows no entropy in time")
+        if "kl_cov" in algorithm.regularisers and self.stare.mini_batches == 1:
+            raise ValueError("regulariser kl_cov acts from a batch's second step on: it needs stare.mini_batches > 1")
         return self
 
     @model_validator(mode="after")

@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -20,9 +21,10 @@ from torch import Tensor
 from agent_rl.algorithm import RatioRule
 from agent_rl.config import LearnerConfig
 from agent_rl.errors import LearnerFailure
-from agent_rl.lora import add_adapter, merged_tensors
+from agent_rl.lora import add_adapter, merged_tensors, without_adapter
 from agent_rl.pack import MicroBatch, SampledSequence, pack
 from agent_rl.policy import Policy, check_head
+from agent_rl.regularisers import Penalty
 from stare import TokenStatistics, surrogate_sum
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -42,6 +44,7 @@ class StepReport:
     lr: float
     num_micro_batches: int  # of this rank, pads included
     num_steps: int = 1
+    penalties: Mapping[str, float] = field(default_factory=dict)  # sum of scale * penalty by term, no coefficient
     statistics: TokenStatistics | None = None  # [T] of the step's own forwards, where they were asked for
 
     @staticmethod
@@ -49,6 +52,8 @@ class StepReport:
         """Of several steps, one after the other: means (the clip's by tokens), the last learning rate."""
         weights = [n / max(1, sum(num_tokens)) for n in num_tokens]
         columns = [r.statistics for r in reports if r.statistics is not None]
+        terms = dict.fromkeys(name for r in reports for name in r.penalties)
+        found = {name: [r.penalties[name] for r in reports if name in r.penalties] for name in terms}
         return StepReport(
             loss=sum(r.loss for r in reports) / len(reports),
             grad_norm=sum(r.grad_norm for r in reports) / len(reports),
@@ -56,6 +61,7 @@ class StepReport:
             lr=reports[-1].lr,
             num_micro_batches=sum(r.num_micro_batches for r in reports),
             num_steps=len(reports),
+            penalties={name: sum(values) / len(values) for name, values in found.items()},
             statistics=TokenStatistics(*map(torch.cat, zip(*columns, strict=True))) if columns else None,
         )
 
@@ -102,9 +108,10 @@ class Learner:
         model: a causal language model of transformers, on the CPU or this rank's device.
         config: of the update.
         temperature: of sampling; logprobs and entropy are those of ``logits / temperature``.
+        reference: a second copy of the model, for ``reference_logp``; it is frozen. Adapters need none.
     """
 
-    def __init__(self, model: Any, config: LearnerConfig, *, temperature: float) -> None:
+    def __init__(self, model: Any, config: LearnerConfig, *, temperature: float, reference: Any | None = None) -> None:
         import deepspeed
 
         init_distributed()
@@ -127,6 +134,10 @@ class Learner:
         self.rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.device = self.engine.device
         self.dtype: torch.dtype = model.dtype
+        self._reference: Policy | None = None
+        if reference is not None:
+            frozen = reference.to(self.device).requires_grad_(False)
+            self._reference = Policy(frozen, temperature=temperature, chunk_tokens=config.chunk_tokens)
         self.steps_taken = 0
         self._scored: tuple[MicroBatch, TokenStatistics] | None = None  # a forward whose backward comes with the step
 
@@ -160,15 +171,32 @@ class Learner:
                     columns[:, batch.origin] = torch.stack(statistics).detach().cpu()
                 if torch.is_grad_enabled():
                     self._scored = (batch, statistics)
-        return self._of_all_ranks(columns)
+        return TokenStatistics(*self._of_all_ranks(columns))
 
-    def _of_all_ranks(self, columns: Tensor) -> TokenStatistics:
+    @torch.no_grad()
+    @_out_of_memory
+    def reference_logp(self, micro_batches: Sequence[Sequence[MicroBatch]], num_tokens: int) -> Tensor:
+        """Logprob [T] of every sampled token, on the CPU of every rank, under the weights that training started from.
+
+        They are the base model's where adapters are trained, else those of the ``reference`` given at the start.
+        """
+        assert self._reference is not None or self.config.lora.rank, "the learner was made without a reference"
+        logp_T = torch.zeros(num_tokens)
+        with without_adapter(self.model) if self._reference is None else nullcontext():
+            policy = self.engine if self._reference is None else self._reference
+            for batch in micro_batches[self.rank]:
+                logp = policy(_to(batch, self.device), statistics=False).logp
+                if not batch.is_pad:
+                    logp_T[batch.origin] = logp.cpu()
+        return self._of_all_ranks(logp_T)
+
+    def _of_all_ranks(self, columns: Tensor) -> Tensor:
         if self.world_size > 1:
             # Each token was filled in by one rank and is zero on the others, so the sum is exact.
             columns = columns.to(self.device)
             torch.distributed.all_reduce(columns)
             columns = columns.cpu()
-        return TokenStatistics(*columns)
+        return columns
 
     @_out_of_memory
     def step(
@@ -179,8 +207,9 @@ class Learner:
         *,
         statistics: bool = False,
         rule: RatioRule | None = None,
+        penalties: Sequence[Penalty] = (),
     ) -> StepReport:
-        """One optimizer step on ``-sum_t c_t * clipped ratio_t`` over all ranks.
+        """One optimizer step on ``-sum_t c_t * clipped ratio_t`` plus the penalties, over all ranks.
 
         Args:
             micro_batches: of every rank, from ``pack``.
@@ -189,18 +218,22 @@ class Learner:
                 ``c = 1 / N`` that is maximum likelihood, which is how the cold start uses it).
             statistics: also return logprob, entropy and Phi of these tokens, from the same forwards.
             rule: another rule for the ratio than the clip of this learner's settings.
+            penalties: further terms, each times its coefficient.
         """
         lr = self.config.lr_at(self.steps_taken)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        totals = torch.zeros(2, dtype=torch.float64)  # loss, clipped tokens
+        totals = torch.zeros(2 + len(penalties), dtype=torch.float64)  # loss, clipped tokens, each penalty
+        entropy_gradient = any(penalty.of_entropy for penalty in penalties)
         columns = torch.zeros(3, coefficient_T.numel() if statistics else 0)
         scored, self._scored = self._scored, None
         for batch in micro_batches[self.rank]:
-            if scored is not None and scored[0] is batch:
+            # A forward made before the step has an entropy without gradient.
+            if scored is not None and scored[0] is batch and not entropy_gradient:
                 output = scored[1]
             else:
-                output = self.engine(_to(batch, self.device), statistics=statistics)
+                moved = _to(batch, self.device)
+                output = self.engine(moved, statistics=statistics, entropy_gradient=entropy_gradient)
             logp = output.logp
             if statistics and not batch.is_pad:
                 columns[:, batch.origin] = torch.stack(output).detach().cpu()
@@ -219,22 +252,30 @@ class Learner:
                 )
             else:
                 result = rule.surrogate(logp, old, coefficient, batch.origin)
+            terms = [penalty.summed(logp, output.entropy, batch.origin) for penalty in penalties]
+            if batch.is_pad:
+                terms = [0 * term for term in terms]
+            loss = result.loss
+            for penalty, term in zip(penalties, terms, strict=True):
+                loss = loss + penalty.coefficient * term
             # DeepSpeed averages gradients over ranks; our terms are already shares of one sum.
-            self.engine.backward(result.loss * self.world_size, scale_wrt_gas=False)
-            totals += torch.tensor([result.loss.item(), result.clipped_T.sum().item()], dtype=torch.float64)
+            self.engine.backward(loss * self.world_size, scale_wrt_gas=False)
+            seen = [result.loss.item(), result.clipped_T.sum().item(), *(term.item() for term in terms)]
+            totals += torch.tensor(seen, dtype=torch.float64)
         self.engine.step()
         self.steps_taken += 1
         if self.world_size > 1:
             totals = totals.to(self.device)
             torch.distributed.all_reduce(totals)
-        loss, clipped = totals.tolist()
+        surrogate, clipped, *values = totals.tolist()
         return StepReport(
-            loss=loss,
+            loss=surrogate,
             grad_norm=float(self.engine._global_grad_norm),
             clip_fraction=clipped / max(1, coefficient_T.numel()),
             lr=lr,
             num_micro_batches=len(micro_batches[self.rank]),
-            statistics=self._of_all_ranks(columns) if statistics else None,
+            penalties={penalty.name: value for penalty, value in zip(penalties, values, strict=True)},
+            statistics=TokenStatistics(*self._of_all_ranks(columns)) if statistics else None,
         )
 
     def _clip(self) -> None:

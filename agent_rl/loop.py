@@ -30,6 +30,7 @@ from agent_rl.progress import Clock, StepProgress
 from agent_rl.publish import Publisher
 from agent_rl.ranks import AnyLearner, make_learner
 from agent_rl.records import RunRecords, rollout_metrics, trajectory_record
+from agent_rl.regularisers import RegulariserState
 from agent_rl.setup import Setup, keep_tokenizer, open_run, preflight
 from agent_rl.types import Trajectory
 from agent_rl.update import start_controllers, update
@@ -65,6 +66,7 @@ async def _train(config: RunConfig, setup: Setup, console: Console) -> Path:
             config.learner,
             temperature=config.rollout.temperature,
             threads=config.threads,
+            keep_reference=config.chosen_algorithm.needs_reference,
         )
         stack.callback(learner.close)
         state = restore(folder, config, learner, console)
@@ -107,7 +109,7 @@ async def _train(config: RunConfig, setup: Setup, console: Console) -> Path:
             collected, cursor = await collect(collector, setup, config, step, state.cursor)
             trajectories = collected.trajectories
             clock.lap("rollout")
-            batch = update_batch(trajectories, config.algorithm.chosen)
+            batch = update_batch(trajectories, config.chosen_algorithm)
             plan, row = update(
                 learner,
                 batch,
@@ -115,7 +117,8 @@ async def _train(config: RunConfig, setup: Setup, console: Console) -> Path:
                 state.controllers,
                 config.stare,
                 clock,
-                algorithm=config.algorithm.chosen,
+                algorithm=config.chosen_algorithm,
+                regularisers=state.regularisers,
                 decode=tokenizer.decode,
             )
             row |= {"canary_gap": await publisher.publish(step), "cursor": cursor}
@@ -123,8 +126,9 @@ async def _train(config: RunConfig, setup: Setup, console: Console) -> Path:
             if evaluation.is_due(step):
                 row |= await evaluation.look(step, export)
                 clock.lap("evaluation")
-            controllers = dict(plan.controllers) if plan else state.controllers
-            state = replace(state, step=step, cursor=cursor, controllers=controllers)
+            if plan:
+                state = replace(state, controllers=dict(plan.controllers), regularisers=plan.regularisers)
+            state = replace(state, step=step, cursor=cursor)
             row = rollout_metrics(trajectories, batch, collected.cancelled_tokens) | row | clock.row()
             records.write(step, row, sampled_records(trajectories, batch, plan, step, config.records.trajectories))
             if step % config.checkpoint.every == 0 or step == config.steps or evaluation.has_stalled:
@@ -138,7 +142,13 @@ def restore(folder: Path, config: RunConfig, learner: AnyLearner, console: Conso
     """The state to go on from; weights and optimizer are loaded into ``learner``."""
     found = checkpoint.folders(folder / "checkpoints")
     if not found:
-        return RunState(step=0, cursor=0, seed=config.seed, controllers=start_controllers(config.stare))
+        return RunState(
+            step=0,
+            cursor=0,
+            seed=config.seed,
+            controllers=start_controllers(config.stare),
+            regularisers=RegulariserState.start(config.chosen_algorithm),
+        )
     state = checkpoint.read_state(found[-1])
     learner.load(found[-1])
     console.print(f"going on after step {state.step}, from {found[-1]}", soft_wrap=True)
@@ -157,7 +167,7 @@ async def collect(
     groups = 0
     for _ in range(config.rollout.max_rounds):
         missing = config.rollout.prompts - len(
-            {t.group for t in update_batch(trajectories, config.algorithm.chosen).trajectories}
+            {t.group for t in update_batch(trajectories, config.chosen_algorithm).trajectories}
         )
         if missing <= 0:
             break

@@ -7,7 +7,7 @@ and exported folders get ``base + scale * B A`` under the base model's names.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -45,6 +45,26 @@ def add_adapter(model: Any, settings: LoraSettings) -> None:
             inject_adapter_in_model(config, model)
     except ValueError as error:
         raise ConfigError(f"learner.lora.targets = {list(settings.targets)}: {error}") from None
+
+
+@contextmanager
+def without_adapter(model: Any) -> Iterator[None]:
+    """The model computes with its base weights alone while the context is open.
+
+    By a scale of zero: the same modules run in the same order, which ZeRO 3 counts on, and no parameter's
+    ``requires_grad`` changes, which the optimizer's hooks hang on.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    scales = [layer.scaling["default"] for layer in layers]
+    try:
+        for layer in layers:
+            layer.scaling["default"] = 0.0
+        yield
+    finally:
+        for layer, scale in zip(layers, scales, strict=True):
+            layer.scaling["default"] = scale
 
 
 def merged_tensors(model: Any, gather: Gather) -> Iterator[tuple[str, Tensor]]:

@@ -118,8 +118,9 @@ def use_of(entry: Method) -> str:
         "turn advantage": "advantage",
         "token weight": "token_weights",
         "ratio": "ratio",
-    }.get(entry.hook)
-    return f"`--algorithm.{field} {entry.name}`" if field else "function"
+        "regulariser": "regularisers",
+    }[entry.hook]
+    return f"`--algorithm.{field} {entry.name}`"
 
 
 def markdown() -> str:

@@ -1,7 +1,6 @@
 """The plan of one update, made once for the whole batch before it is cut up: one coefficient per sampled token.
 
-Nothing after this ranks, averages or decides. ``selection = "per_micro_batch"`` reproduces the public reference, which
-ranks surprisal and normalises inside every micro-batch: it exists as the negative control of our invariance tests.
+Nothing after this ranks, averages or decides (but ``selection = "per_micro_batch"``, a negative control).
 
 Dimensions: B trajectories of the update batch, T sampled tokens of all of them in order of trajectory, then position.
 """
@@ -10,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, compress, pairwise
 from typing import Any, Literal
 
@@ -19,7 +18,10 @@ import torch
 from torch import Tensor
 
 from agent_rl.algorithm import Algorithm, tokens_of_turns
+from agent_rl.correction import Correction, correction_of
 from agent_rl.pack import MicroBatch, SampledSequence
+from agent_rl.per_micro_batch import scale_per_micro_batch, sets_per_micro_batch
+from agent_rl.regularisers import RegulariserState
 from agent_rl.types import Trajectory
 from stare import (
     Controller,
@@ -92,6 +94,17 @@ class UpdateBatch:
         """float32 [T], logprobs as the engine gave them."""
         return torch.from_numpy(self._sampled((t.logprobs for t in self.trajectories), np.float32))
 
+    def tokens(self, logp_T: Tensor, entropy_T: Tensor, reference_logp_T: Tensor | None = None) -> Tokens:
+        """What methods over the whole batch look at; logprobs and entropy under the weights before the update."""
+        return Tokens(
+            logp_T=logp_T,
+            entropy_T=entropy_T,
+            advantage_T=self.advantage_T,
+            row_T=torch.repeat_interleave(torch.arange(len(self.sequences)), self.num_tokens_B),
+            sampler_logp_T=self.sampler_logp_T,
+            reference_logp_T=reference_logp_T,
+        )
+
     def _sampled(self, columns: Iterable[Sequence[float]], dtype: type[np.generic]) -> np.ndarray[Any, Any]:
         # By an iterator over all: ten times faster than a tensor of each tuple.
         masks = (t.loss_mask for t in self.trajectories)
@@ -123,6 +136,9 @@ class Plan:
     acting: Mapping[str, Controller]  # by scenario, what omega was made with
     controllers: Mapping[str, Controller]  # by scenario, for the next batch: the same, unless logprobs were reused
     scenarios: Mapping[str, ScenarioView]  # empty before a reused batch is observed
+    reference_logp_T: Tensor | None = None  # float32 [T], of the starting policy; None where nothing compares with it
+    correction: Correction | None = None  # in ``advantage_T`` already; None where there is none
+    regularisers: RegulariserState = field(default_factory=RegulariserState)  # for the next batch
 
     @property
     def num_tokens(self) -> int:
@@ -196,11 +212,15 @@ def mini_batches(batch: UpdateBatch, count: int) -> list[tuple[UpdateBatch, slic
     return parts
 
 
+def scale_of(part: UpdateBatch, loss_mode: LossMode) -> Tensor:
+    """float64 [T], the normaliser of the part's own tokens."""
+    counts_B = part.num_tokens_B
+    return torch.repeat_interleave(token_scale(counts_B, loss_mode), counts_B)
+
+
 def frozen_coefficients(plan: Plan, part: UpdateBatch, tokens: slice, loss_mode: LossMode) -> Tensor:
     """float32 coefficients of one mini-batch: omega as planned for the batch, normalised by the part's own tokens."""
-    counts_B = part.num_tokens_B
-    scale_T = torch.repeat_interleave(token_scale(counts_B, loss_mode), counts_B)
-    return (plan.omega_T[tokens] * plan.advantage_T[tokens] * scale_T).float()
+    return (plan.omega_T[tokens] * plan.advantage_T[tokens] * scale_of(part, loss_mode)).float()
 
 
 def make_plan(
@@ -212,6 +232,8 @@ def make_plan(
     algorithm: Algorithm = GRPO,
     micro_batches: Sequence[MicroBatch] = (),
     steer: bool = True,
+    reference_logp_T: Tensor | None = None,
+    correction: Correction | None = None,
 ) -> Plan:
     """Gate, omega and coefficients of one update from the score pass over its whole batch.
 
@@ -224,6 +246,8 @@ def make_plan(
         algorithm: whose token weights multiply the advantages first; what they set to 0 takes no part in the ranking.
         micro_batches: of all ranks; only read by ``per_micro_batch``.
         steer: False leaves the controllers as they are (a mini-batch that is planned again).
+        reference_logp_T: float32 [T], of the policy that the run started with, where the algorithm needs it.
+        correction: of a mini-batch that is planned again, as it was found for the batch; else the algorithm's own.
 
     Raises:
         ValueError: a logprob or entropy of the score pass is not finite.
@@ -233,16 +257,14 @@ def make_plan(
         raise ValueError("the score pass returned a non-finite logprob or entropy: the weights are broken")
     score_T = {"surprisal": -logp_T, "phi": phi_T, "entropy": entropy_T}[options.selector]
     advantage_T = batch.advantage_T
-    if algorithm.token_weights:
-        row_T = torch.repeat_interleave(torch.arange(len(batch.sequences)), batch.num_tokens_B)
-        sampler_logp_T = batch.sampler_logp_T
-        advantage_T = advantage_T * algorithm.weights(
-            Tokens(
-                logp_T=logp_T, entropy_T=entropy_T, advantage_T=advantage_T, row_T=row_T, sampler_logp_T=sampler_logp_T
-            )
-        )
+    if algorithm.token_weights or algorithm.correction != "none":
+        tokens = batch.tokens(logp_T, entropy_T, reference_logp_T)
+        correction = correction_of(algorithm, tokens) if correction is None else correction
+        advantage_T = advantage_T * algorithm.weights(tokens)
+        if correction is not None:
+            advantage_T = advantage_T * correction.weight_T
     plan = _unweighted(batch, advantage_T, score_T, logp_T, controllers, options, micro_batches)
-    plan = replace(plan, entropy_T=entropy_T, phi_T=phi_T)
+    plan = replace(plan, entropy_T=entropy_T, phi_T=phi_T, reference_logp_T=reference_logp_T, correction=correction)
     if steer:
         plan = _steered(batch, plan, options)
     return _weighted(batch, plan, options)
@@ -283,14 +305,13 @@ def _unweighted(
     micro_batches: Sequence[MicroBatch],
 ) -> Plan:
     """The chosen sets, with omega 1 everywhere."""
-    counts_B = batch.num_tokens_B
-    scale_T = torch.repeat_interleave(token_scale(counts_B, options.loss_mode), counts_B)
+    scale_T = scale_of(batch, options.loss_mode)
     if options.selection == "batch":
         above = 0.0 if options.selector == "phi" else -math.inf
         sets = token_sets(score_T, advantage_T, options.fraction, above=above)
     else:
-        sets = _sets_per_micro_batch(score_T, advantage_T, options.fraction, micro_batches)
-        _scale_per_micro_batch(scale_T, counts_B, micro_batches)
+        sets = sets_per_micro_batch(score_T, advantage_T, options.fraction, micro_batches)
+        scale_per_micro_batch(scale_T, batch.num_tokens_B, micro_batches)
     return Plan(
         coefficient_T=(advantage_T * scale_T).float(),
         logp_old_T=logp_T,
@@ -374,26 +395,3 @@ def _part(sets: TokenSets, tokens: slice | Tensor) -> TokenSets:
         l_plus_T=sets.l_plus_T[tokens],
         l_minus_T=sets.l_minus_T[tokens],
     )
-
-
-def _sets_per_micro_batch(
-    score_T: Tensor, advantage_T: Tensor, fraction: float, micro_batches: Sequence[MicroBatch]
-) -> TokenSets:
-    l_plus_T = torch.zeros_like(advantage_T, dtype=torch.bool)
-    l_minus_T = torch.zeros_like(l_plus_T)
-    for tokens in _scopes(micro_batches):
-        part = token_sets(score_T[tokens], advantage_T[tokens], fraction)
-        l_plus_T[tokens], l_minus_T[tokens] = part.l_plus_T, part.l_minus_T
-    return TokenSets(plus_T=advantage_T > 0, minus_T=advantage_T < 0, l_plus_T=l_plus_T, l_minus_T=l_minus_T)
-
-
-def _scale_per_micro_batch(scale_T: Tensor, counts_B: Tensor, micro_batches: Sequence[MicroBatch]) -> None:
-    """In place: the reference averages over the tokens of a micro-batch and weighs it by its share of sequences."""
-    row_T = torch.repeat_interleave(torch.arange(len(counts_B)), counts_B)
-    for tokens in _scopes(micro_batches):
-        share = len(set(row_T[tokens].tolist())) / len(counts_B)
-        scale_T[tokens] = share / len(tokens)
-
-
-def _scopes(micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-    return [micro_batch.origin for micro_batch in micro_batches if not micro_batch.is_pad]

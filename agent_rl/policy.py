@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from agent_rl.pack import MicroBatch, attention_mask
-from stare import TokenStatistics, statistics_of_logp, token_statistics
+from stare import TokenStatistics, entropy_of_logp, statistics_of_logp, token_statistics
 
 
 class Policy(nn.Module):
@@ -25,10 +25,11 @@ class Policy(nn.Module):
         self.temperature = temperature
         self.chunk_tokens = chunk_tokens
 
-    def forward(self, batch: MicroBatch, *, statistics: bool) -> TokenStatistics:
-        """Statistics [M] of the sampled tokens of ``batch``; only ``logp`` carries gradient.
+    def forward(self, batch: MicroBatch, *, statistics: bool, entropy_gradient: bool = False) -> TokenStatistics:
+        """Statistics [M] of the sampled tokens of ``batch``; ``logp`` carries gradient, Phi never does.
 
-        With ``statistics=False`` entropy and Phi are left out (empty tensors).
+        With ``statistics=False`` entropy and Phi are left out (empty tensors). With ``entropy_gradient`` entropy is
+        there either way, and carries gradient: one more [chunk, V] buffer, in forward and in backward.
         """
         hidden = self.model.get_decoder()(
             input_ids=batch.input_ids,
@@ -41,23 +42,24 @@ class Policy(nn.Module):
         parts: list[TokenStatistics] = []
         for rows, target in zip(hidden.tensor_split(num_chunks), batch.target.tensor_split(num_chunks), strict=True):
             if torch.is_grad_enabled():
-                part = checkpoint(self._chunk, rows, target, statistics, use_reentrant=False)
+                part = checkpoint(self._chunk, rows, target, statistics, entropy_gradient, use_reentrant=False)
             else:
-                part = self._chunk(rows, target, statistics)
+                part = self._chunk(rows, target, statistics, entropy_gradient)
             parts.append(part)
         return TokenStatistics(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
-    def _chunk(self, hidden: Tensor, target: Tensor, statistics: bool) -> TokenStatistics:
+    def _chunk(self, hidden: Tensor, target: Tensor, statistics: bool, entropy_gradient: bool) -> TokenStatistics:
         logits = self.model.get_output_embeddings()(hidden).float() / self.temperature
         if statistics and not torch.is_grad_enabled():
             return token_statistics(logits, target)
         logp_V = torch.log_softmax(logits, dim=-1)
         logp = logp_V.gather(-1, target[:, None]).squeeze(-1)
+        entropy = entropy_of_logp(logp_V) if entropy_gradient else logp.new_empty(0)
         if not statistics:
-            return TokenStatistics(logp, logp.new_empty(0), logp.new_empty(0))
+            return TokenStatistics(logp, entropy, logp.new_empty(0))
         with torch.no_grad():  # last: what backward recomputes stops before
-            _, entropy, phi = statistics_of_logp(logp_V, target)
-        return TokenStatistics(logp, entropy, phi)
+            _, scored, phi = statistics_of_logp(logp_V, target)
+        return TokenStatistics(logp, entropy if entropy_gradient else scored, phi)
 
 
 @torch.no_grad()

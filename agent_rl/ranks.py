@@ -22,6 +22,7 @@ from agent_rl.errors import ConfigError, LearnerFailure
 from agent_rl.learner import Learner, StepReport
 from agent_rl.models import DTYPES, load_model
 from agent_rl.pack import MicroBatch, SampledSequence, pack
+from agent_rl.regularisers import Penalty
 from stare import TokenStatistics
 
 AnyLearner: TypeAlias = "Learner | LearnerRanks"
@@ -31,12 +32,27 @@ PLACEMENT_S = 60.0
 
 
 def make_learner(
-    folder: Path, dtype: str, config: LearnerConfig, *, temperature: float, threads: int = 0
+    folder: Path,
+    dtype: str,
+    config: LearnerConfig,
+    *,
+    temperature: float,
+    threads: int = 0,
+    keep_reference: bool = False,
 ) -> AnyLearner:
-    """In this process, or with ``config.ranks`` > 1 one Ray actor a rank."""
+    """In this process, or with ``config.ranks`` > 1 one Ray actor a rank.
+
+    With ``keep_reference`` it can score under the weights of ``folder`` for ever (``Learner.reference_logp``).
+    """
     if config.ranks == 1:
-        return Learner(load_model(folder, dtype), config, temperature=temperature)
-    return LearnerRanks(folder, dtype, config, temperature=temperature, threads=threads)
+        return _one_learner(folder, dtype, config, temperature, keep_reference)
+    return LearnerRanks(folder, dtype, config, temperature=temperature, threads=threads, keep_reference=keep_reference)
+
+
+def _one_learner(folder: Path, dtype: str, config: LearnerConfig, temperature: float, keep_reference: bool) -> Learner:
+    # Adapters leave the base as it was: no second copy.
+    reference = load_model(folder, dtype) if keep_reference and not config.lora.rank else None
+    return Learner(load_model(folder, dtype), config, temperature=temperature, reference=reference)
 
 
 class LearnerRanks:
@@ -45,13 +61,23 @@ class LearnerRanks:
     Args:
         folder: model folder, which every rank can read.
         threads: of each rank on the CPU; 0 shares the cores out.
+        keep_reference: as in ``make_learner``.
 
     Raises:
         ConfigError: there is no room for so many ranks.
         LearnerFailure: a rank did not come up.
     """
 
-    def __init__(self, folder: Path, dtype: str, config: LearnerConfig, *, temperature: float, threads: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        dtype: str,
+        config: LearnerConfig,
+        *,
+        temperature: float,
+        threads: int,
+        keep_reference: bool = False,
+    ) -> None:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
         from transformers import AutoConfig
@@ -80,7 +106,7 @@ class LearnerRanks:
             options = {"num_cpus": 1, "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": strategy}
             self._ranks.append(actor.options(**options).remote(rank, config.ranks, threads))
         address = ray.get(self._ranks[0].address.remote())
-        self._all("start", address, str(folder), dtype, config, temperature)
+        self._all("start", address, str(folder), dtype, config, temperature, keep_reference)
 
     def pack(self, sequences: Sequence[SampledSequence]) -> list[list[MicroBatch]]:
         return pack(
@@ -99,6 +125,10 @@ class LearnerRanks:
         statistics: TokenStatistics = self._all("call", "score", micro_batches, num_tokens)
         return statistics
 
+    def reference_logp(self, micro_batches: Sequence[Sequence[MicroBatch]], num_tokens: int) -> Tensor:
+        logp_T: Tensor = self._all("call", "reference_logp", micro_batches, num_tokens)
+        return logp_T
+
     def step(
         self,
         micro_batches: Sequence[Sequence[MicroBatch]],
@@ -107,10 +137,10 @@ class LearnerRanks:
         *,
         statistics: bool = False,
         rule: RatioRule | None = None,
+        penalties: Sequence[Penalty] = (),
     ) -> StepReport:
-        report: StepReport = self._all(
-            "call", "step", micro_batches, coefficient_T, logp_old_T, statistics=statistics, rule=rule
-        )
+        options = {"statistics": statistics, "rule": rule, "penalties": penalties}
+        report: StepReport = self._all("call", "step", micro_batches, coefficient_T, logp_old_T, **options)
         self.steps_taken += 1
         return report
 
@@ -200,10 +230,16 @@ class _Rank:
             return host, probe.getsockname()[1]
 
     def start(
-        self, address: tuple[str, int], folder: str, dtype: str, config: LearnerConfig, temperature: float
+        self,
+        address: tuple[str, int],
+        folder: str,
+        dtype: str,
+        config: LearnerConfig,
+        temperature: float,
+        keep_reference: bool,
     ) -> None:
         os.environ.update(MASTER_ADDR=address[0], MASTER_PORT=str(address[1]))
-        self.learner = Learner(load_model(Path(folder), dtype), config, temperature=temperature)
+        self.learner = _one_learner(Path(folder), dtype, config, temperature, keep_reference)
 
     def call(self, method: str, *arguments: Any, **named: Any) -> Any:
         result = getattr(self.learner, method)(*arguments, **named)

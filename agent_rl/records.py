@@ -82,6 +82,7 @@ def update_metrics(
         "tokens_trained": plan.num_tokens if report else 0,  # N
         "optimizer_steps": report.num_steps if report else 0,
         **_entropy_metrics(plan),
+        **(plan.correction.row if plan.correction else {}),
         "entropy_change": entropy_change,  # measured on the same batch after the update (stare.remeasure), nats
         "chosen_tokens": [  # of L+, text and count, the ten most frequent
             (decode(token), count) for token, count in most_chosen(batch.token_T, plan.sets.l_plus_T)

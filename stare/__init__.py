@@ -15,6 +15,7 @@ from stare.loss import LossMode, SurrogateSum, surrogate_sum, token_scale
 from stare.selection import num_selected, top_fraction
 from stare.sensitivity import (
     TokenStatistics,
+    entropy_of_logp,
     predicted_entropy_change,
     sensitivity,
     statistics_of_logp,
@@ -53,6 +54,7 @@ __all__ = [
     "Tracking",
     "Variant",
     "entropy_dynamics",
+    "entropy_of_logp",
     "group_advantage",
     "most_chosen",
     "num_selected",

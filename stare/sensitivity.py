@@ -62,6 +62,15 @@ def statistics_of_logp(logp_V: Tensor, token: Tensor, *, consume: bool = False) 
     return TokenStatistics(logp, entropy, phi)
 
 
+def entropy_of_logp(logp_V: Tensor) -> Tensor:
+    """H of each position, float [...], nats, with gradient: for a term of the loss that moves entropy itself.
+
+    Args:
+        logp_V: float [..., V], a log-softmax.
+    """
+    return -(logp_V.exp() * logp_V.clamp(min=_LEAST_LOGP)).sum(-1)
+
+
 def sensitivity(logits_V: Tensor, token: Tensor) -> Tensor:
     """Phi(o; p) of the sampled tokens; shapes as in ``token_statistics``."""
     return token_statistics(logits_V, token).phi

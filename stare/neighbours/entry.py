@@ -25,6 +25,8 @@ class Method:
     status: Status = "confirmed"
     needs: str = ""  # what the training loop does not have and a caller must supply; empty: it can be trained with
     note: str = ""  # where ours differs from the paper or its code
+    coefficient: float | None = None  # of a regulariser in the loss, unless its function has one of its own
+    choice: Callable[..., Any] | None = None  # what picks the tokens that a regulariser acts on, over the whole batch
 
     @property
     def is_trainable(self) -> bool:
@@ -33,6 +35,11 @@ class Method:
 
     @property
     def defaults(self) -> Mapping[str, Any]:
-        """Its parameters with their defaults, from the function itself."""
-        parameters = inspect.signature(self.function).parameters.values()
-        return {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
+        """Its parameters with their defaults, from the functions themselves."""
+        own = {} if self.coefficient is None else {"coefficient": self.coefficient}
+        return own | _defaults(self.function) | ({} if self.choice is None else _defaults(self.choice))
+
+
+def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}

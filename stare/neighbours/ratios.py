@@ -54,6 +54,49 @@ def dapo(
     return surrogate_sum(logp_M, logp_old_M, coefficient_M, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
 
 
+def dual_clip(
+    logp_M: Tensor, logp_old_M: Tensor, coefficient_M: Tensor, *, clip: float = 0.2, bound: float = 3.0
+) -> SurrogateSum:
+    """PPO whose loss for c < 0 is at most ``bound |c|``, however large rho is. Dual-clip PPO, arXiv 1912.09729."""
+    return surrogate_sum(logp_M, logp_old_M, coefficient_M, clip_low=clip, clip_high=clip, dual_clip=bound)
+
+
+def hapo_clip(
+    logp_M: Tensor,
+    logp_old_M: Tensor,
+    coefficient_M: Tensor,
+    *,
+    signal_M: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    alpha: float = 1.0,
+    dual_clip: float = 3.0,
+) -> SurrogateSum:
+    """PPO whose bounds follow entropy: where h > 0 the upper one is ``clip_high (1 + alpha h)``, where h <= 0 the lower
+    one ``clip_low (1 - alpha h)``. HAPO, arXiv 2509.16591 (asymmetric adaptive clipping), with the dual clip.
+
+    Uncertain tokens may rise further, certain ones fall further.
+
+    Args:
+        logp_M: float [M], with gradient.
+        logp_old_M: float [M].
+        coefficient_M: float [M].
+        signal_M: float [M], h of ``token_weights.entropy_signal``, from the whole batch under the weights before it.
+        clip_low: half-width below 1 where h > 0.
+        clip_high: half-width above 1 where h <= 0.
+        alpha: strength of the signal.
+        dual_clip: bound of the ratio for negative coefficients.
+    """
+    low_M = clip_low * (1 - alpha * signal_M.clamp(max=0))
+    high_M = clip_high * (1 + alpha * signal_M.clamp(min=0))
+    ratio_M = _log_ratio(logp_M, logp_old_M).exp()
+    plain_M = -ratio_M * coefficient_M
+    clipped_M = -torch.minimum(torch.maximum(ratio_M, 1 - low_M), 1 + high_M) * coefficient_M
+    loss_M = torch.maximum(plain_M, clipped_M)
+    loss_M = torch.where(coefficient_M < 0, torch.minimum(loss_M, -dual_clip * coefficient_M), loss_M)
+    return SurrogateSum(loss_M.sum(), ratio_M.detach(), (clipped_M > plain_M).detach())
+
+
 def gspo(
     logp_M: Tensor,
     logp_old_M: Tensor,

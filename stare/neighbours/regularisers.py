@@ -1,7 +1,8 @@
 """Terms beside the surrogate: divergences from another policy, and entropy itself.
 
 Each returns a penalty per token, float [T], which the caller multiplies by a coefficient and by the loss's own token
-scale and adds to the loss (an entropy bonus is a negative penalty). ``CoefficientState`` moves a coefficient.
+scale and adds to the loss (an entropy bonus is a negative penalty). They are sums over tokens, so they do not depend on
+how a batch is cut. ``CoefficientState`` moves a coefficient.
 
 Dimensions: T sampled tokens, V vocabulary.
 """

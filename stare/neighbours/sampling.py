@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from stare.neighbours.advantages import Groups, grpo
+from stare.neighbours.token_weights import entropy_signal
 
 
 def dynamic_sampling(reward_B: Tensor, group_B: Tensor) -> Tensor:
@@ -137,3 +138,19 @@ def normalised_entropy(top_logp: Tensor, vocabulary: int) -> float:
     if not top_logp.numel():
         return 0.0
     return float(-(top_logp.exp() * top_logp).sum(-1).mean()) / math.log(vocabulary)
+
+
+def hapo_temperature(entropy_L: Tensor, earlier_T: Tensor, *, width: float = 0.05, pivot: float = 0.8) -> Tensor:
+    """The factor ``1 + width h`` on the temperature of the next token at each of L positions. HAPO, arXiv 2509.16591.
+
+    h is ``entropy_signal`` among the entropies of the batch before: uncertain positions are sampled hotter, certain
+    ones colder. Without an earlier batch it is 1. A learner that scores all tokens at one temperature is off-policy by
+    the difference.
+
+    Args:
+        entropy_L: float [L], of the distributions about to be sampled from, at the plain temperature.
+        earlier_T: float [T], of the sampled tokens of the batch before.
+        width: tau of the paper.
+        pivot: quantile of the earlier entropies at which nothing changes.
+    """
+    return 1 + width * entropy_signal(entropy_L, pivot, among_T=earlier_T)

@@ -61,10 +61,10 @@ TOKENS = (
         name="hapo",
         hook="token weight",
         function=token_weights.hapo,
-        formula="1 + beta h, h in [-1, 1] the entropy around its 0.8 quantile; 1 where |A| >= 5",
+        formula="1 + beta h, h in [-1, 1] the log entropy around its 0.8 quantile; 1 where |A| >= 5",
         source="HAPO, arXiv 2509.16591",
         status="formula unconfirmed",
-        note="its advantage redistribution; adaptive temperature and clip are not in",
+        note="its advantage redistribution, everywhere; clip: `hapo_clip`, temperature: `hapo_temperature`",
     ),
     Method(
         name="ace",
@@ -72,7 +72,7 @@ TOKENS = (
         function=token_weights.ace,
         formula="1 + alpha softplus(ln pi / pi_ref of the trajectory) where A < 0",
         source="Overconfident Errors Need Stronger Correction (ACE), arXiv 2602.21420",
-        needs="logprobs of a reference policy",
+        note="the reference policy is the run's own start",
     ),
     Method(
         name="d3s_tokens",
@@ -96,6 +96,20 @@ TOKENS = (
         formula="pi_learner / pi_sampler where in [1/2, 2], else 0",
         source="When Speed Kills Stability, Liu et al. 2025",
     ),
+    Method(
+        name="seq_tis",
+        hook="token weight",
+        function=token_weights.sequence_truncated_importance,
+        formula="min(prod_t pi_learner / pi_sampler, C) over the trajectory",
+        source="When Speed Kills Stability, Liu et al. 2025",
+    ),
+    Method(
+        name="seq_mis",
+        hook="token weight",
+        function=token_weights.sequence_masked_importance,
+        formula="prod_t pi_learner / pi_sampler over the trajectory where at most C, else 0",
+        source="When Speed Kills Stability, Liu et al. 2025",
+    ),
 )
 
 RATIOS = (
@@ -113,6 +127,21 @@ RATIOS = (
         formula="PPO with bounds 0.2 and 0.28, and at most 10 |c| where c < 0",
         source="DAPO, arXiv 2503.14476; dual clip, arXiv 1912.09729",
         note="the default; its bounds are the learner's clip_low, clip_high, dual_clip",
+    ),
+    Method(
+        name="dual_clip",
+        hook="ratio",
+        function=ratios.dual_clip,
+        formula="PPO, and at most 3 |c| where c < 0",
+        source="Mastering Complex Control in MOBA Games (dual-clip PPO), arXiv 1912.09729",
+    ),
+    Method(
+        name="hapo_clip",
+        hook="ratio",
+        function=ratios.hapo_clip,
+        formula="PPO with upper bound 0.28 (1 + h) where h > 0 and lower bound 0.2 (1 - h) where h <= 0",
+        source="HAPO, arXiv 2509.16591",
+        note="h over the whole batch before the update; its public code: per micro-batch, and h never negative",
     ),
     Method(
         name="gspo",
@@ -169,46 +198,52 @@ RATIOS = (
     ),
 )
 
-_REFERENCE = "logprobs of a reference policy"
+_START = "the reference policy is the run's own start"
 
 REGULARISERS = (
     Method(
         name="kl_k1",
         hook="regulariser",
         function=regularisers.k1,
+        coefficient=1e-3,
         formula="ln pi - ln pi_ref",
         source="Approximating KL Divergence, Schulman 2020",
-        needs=_REFERENCE,
+        note=f"{_START}; as a loss its gradient is noise around zero: k2 or k3 hold a policy",
     ),
     Method(
         name="kl_k2",
         hook="regulariser",
         function=regularisers.k2,
+        coefficient=1e-3,
         formula="(ln pi - ln pi_ref)^2 / 2",
         source="Approximating KL Divergence, Schulman 2020",
-        needs=_REFERENCE,
+        note=_START,
     ),
     Method(
         name="kl_k3",
         hook="regulariser",
         function=regularisers.k3,
+        coefficient=1e-3,
         formula="d - ln d - 1, d = pi_ref / pi",
         source="Approximating KL Divergence, Schulman 2020; DeepSeekMath, arXiv 2402.03300",
-        needs=_REFERENCE,
+        note=f"{_START}; DeepSeekMath's coefficient is 0.04",
     ),
     Method(
         name="kl_cov",
         hook="regulariser",
         function=regularisers.kl_cov,
+        coefficient=1.0,
+        choice=token_weights.kl_cov_tokens,
         formula="|ln pi - ln pi_old| on the 0.2 % of tokens of largest covariance",
         source="The Entropy Mechanism, arXiv 2505.22617",
-        needs="a second loss term on `token_weights.kl_cov_tokens`",
-        note="covariance over the whole batch",
+        note="covariance over the whole batch; acts from a batch's second optimizer step on",
     ),
     Method(
         name="lp_reg",
         hook="regulariser",
         function=regularisers.lp_reg,
+        coefficient=1.0,
+        choice=token_weights.lp_reg_tokens,
         formula="KL(proxy || pi), proxy = old policy cut at min-p 0.02, on A < 0 among the least likely 1 %",
         source="Lp-Reg, arXiv 2510.03222",
         needs="whole distributions of `token_weights.lp_reg_tokens`, old and new",
@@ -217,26 +252,26 @@ REGULARISERS = (
         name="entropy_bonus",
         hook="regulariser",
         function=regularisers.entropy_bonus,
-        formula="-beta H",
+        coefficient=1e-3,
+        formula="-H",
         source="A3C, arXiv 1602.01783",
-        needs="entropy with gradient",
     ),
     Method(
         name="epo_smoothing",
         hook="regulariser",
         function=regularisers.epo_smoothing,
+        coefficient=1e-3,
         formula="0.1 times the distance of H from [0.8, 1.2] times the mean of earlier steps",
         source="EPO, arXiv 2509.22576",
-        needs="entropy with gradient, and its history",
-        note="a distance, with gradient; the released term is a constant without one",
+        note="beside `entropy_bonus`; a distance, with gradient, where the released term is a constant without one; "
+        "the paper's weight by training phase is not in",
     ),
     Method(
         name="adaptive_entropy",
         hook="regulariser",
         function=regularisers.CoefficientState,
-        formula="beta += 0.005 while H < 0.2, -= above; acts while H <= 0.2",
+        formula="-H; its coefficient += 0.005 while H < 0.2, -= above; acts while H <= 0.2",
         source="Skywork-OR1, arXiv 2505.22312",
-        needs="entropy with gradient",
     ),
 )
 
@@ -291,6 +326,14 @@ SAMPLING = (
         source="R^3, arXiv 2601.19620",
         status="formula unconfirmed",
         needs="a buffer of earlier rollouts",
+    ),
+    Method(
+        name="hapo_temperature",
+        hook="sampling",
+        function=sampling.hapo_temperature,
+        formula="temperature times 1 + 0.05 h, h the log entropy around its 0.8 quantile in the batch before",
+        source="HAPO, arXiv 2509.16591",
+        needs="a sampler that asks before every token, and a learner that scores at changing temperatures",
     ),
     Method(
         name="arpo_branching",

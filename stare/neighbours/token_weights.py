@@ -18,6 +18,9 @@ from torch import Tensor
 
 from stare.selection import num_selected, top_fraction
 
+_LEAST_ENTROPY = 1e-8
+"""Nats; a distribution that is all but certain counts as this, so that its logarithm is finite."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
@@ -126,26 +129,38 @@ def steer(tokens: Tokens, *, weakest: float = 0.8, floor: float = 0.02) -> Tenso
 
 
 def hapo(tokens: Tokens, *, beta: float = 1.0, pivot: float = 0.8, largest: float = 5.0) -> Tensor:
-    """``1 + beta h`` with h in [-1, 1], the entropy around its ``pivot`` quantile; 1 where ``|A|`` is extreme.
+    """``1 + beta h`` with h in [-1, 1], the log entropy around its ``pivot`` quantile; 1 where ``|A|`` is extreme.
 
-    HAPO, arXiv 2509.16591 (differential advantage redistribution). Formula unconfirmed in its scaling: ours is
-    ``h = (H - q) / (max - q)`` above the quantile q and ``(H - q) / (q - min)`` below. Its adaptive temperature and its
-    clip are not in.
+    HAPO, arXiv 2509.16591 (differential advantage redistribution). Formula unconfirmed in where it acts: the public
+    code leaves tokens of high entropy alone while their ratio is near 1 and those of low entropy while it is far, which
+    no weight fixed before the update can do. Its clip is ``ratios.hapo_clip``, its temperature
+    ``sampling.hapo_temperature``.
     """
     plain_T = tokens.advantage_T.abs() >= largest
     weight_T = (1 + beta * entropy_signal(tokens.entropy_T, pivot)).clamp(min=0)
     return _weight(tokens, torch.where(plain_T, torch.ones_like(weight_T), weight_T))
 
 
-def entropy_signal(entropy_T: Tensor, pivot: float = 0.8) -> Tensor:
-    """HAPO's h: 0 at the ``pivot`` quantile of entropy, 1 at its maximum, -1 at its minimum, linear between, [T]."""
-    if not len(entropy_T):
-        return entropy_T
-    middle = quantile_value(entropy_T, pivot)
-    above = max(float(entropy_T.max()) - middle, 1e-12)
-    below = max(middle - float(entropy_T.min()), 1e-12)
-    shift_T = entropy_T - middle
-    return torch.where(shift_T > 0, shift_T / above, shift_T / below)
+def entropy_signal(entropy_T: Tensor, pivot: float = 0.8, *, among_T: Tensor | None = None) -> Tensor:
+    """HAPO's h, [T]: 0 at the ``pivot`` quantile of ``ln H``, 1 at its maximum, -1 at its minimum, linear between.
+
+    HAPO, arXiv 2509.16591. Its public code divides the lower side by a negative minimum, so that h is positive on both
+    sides and nothing is ever low; here the lower side is negative, as in the paper.
+
+    Args:
+        entropy_T: float [T], nats.
+        pivot: quantile that h is 0 at.
+        among_T: float [any], entropies that quantile and extremes are taken from, instead of ``entropy_T``; what lies
+            beyond them gets -1 or 1.
+    """
+    known_T = (entropy_T if among_T is None else among_T).clamp(min=_LEAST_ENTROPY).log()
+    if not len(known_T):
+        return torch.zeros_like(entropy_T)
+    middle = quantile_value(known_T, pivot)
+    above = max(float(known_T.max()) - middle, 1e-12)
+    below = max(middle - float(known_T.min()), 1e-12)
+    shift_T = entropy_T.clamp(min=_LEAST_ENTROPY).log() - middle
+    return torch.where(shift_T > 0, shift_T / above, shift_T / below).clamp(-1, 1)
 
 
 def ace(tokens: Tokens, *, alpha: float = 1.0) -> Tensor:
@@ -155,8 +170,8 @@ def ace(tokens: Tokens, *, alpha: float = 1.0) -> Tensor:
     bounded by 20; needs ``reference_logp_T``. ``alpha`` is ours.
     """
     shift_T = (tokens.logp_T - tokens.needed("reference_logp_T")).to(tokens.advantage_T.dtype)
-    rows, index_T = torch.unique(tokens.row_T, return_inverse=True)
-    confidence_T = shift_T.new_zeros(len(rows)).index_add(0, index_T, shift_T)[index_T].clamp(-20, 20)
+    index_T, sums = _of_trajectories(tokens, shift_T)
+    confidence_T = sums[index_T].clamp(-20, 20)
     penalty_T = 1 + alpha * torch.nn.functional.softplus(confidence_T)
     return _weight(tokens, torch.where(tokens.advantage_T < 0, penalty_T, torch.ones_like(penalty_T)))
 
@@ -190,14 +205,33 @@ def kl_cov_tokens(tokens: Tokens, *, fraction: float = 2e-3) -> Tensor:
     return top_fraction(covariance(tokens).float(), torch.ones_like(tokens.acts_T), fraction) & tokens.acts_T
 
 
+def importance_ratio(tokens: Tokens, *, sequence: bool = False) -> Tensor:
+    """``pi_learner / pi_sampler`` under the weights before the update, [T]; exactly 1 where the logprobs are equal.
+
+    Args:
+        tokens: with ``sampler_logp_T``.
+        sequence: the product over the token's trajectory instead of the token's own.
+    """
+    difference_T = (tokens.logp_T - tokens.needed("sampler_logp_T")).clamp(-20, 20)
+    if sequence:
+        index_T, sums = _of_trajectories(tokens, difference_T)
+        difference_T = sums.clamp(-20, 20)[index_T]
+    return difference_T.exp()
+
+
+def _of_trajectories(tokens: Tokens, value_T: Tensor) -> tuple[Tensor, Tensor]:
+    """The number of each token's trajectory from 0, and the sum of the values over each trajectory."""
+    rows, index_T = torch.unique(tokens.row_T, return_inverse=True)
+    return index_T, value_T.new_zeros(len(rows)).index_add(0, index_T, value_T)
+
+
 def truncated_importance(tokens: Tokens, *, most: float = 2.0) -> Tensor:
-    """``min(pi_learner / pi_sampler, most)``: TIS, for engines whose logprobs differ from the learner's.
+    """``min(pi_learner / pi_sampler, most)`` per token: TIS, for sampled tokens that are not from the learner's policy.
 
     Your Efficient RL Framework Secretly Brings You Off-Policy RL Training (Yao et al., 2025, a blog post). Needs
     ``sampler_logp_T``.
     """
-    ratio_T = (tokens.logp_T - tokens.needed("sampler_logp_T")).clamp(-20, 20).exp()
-    return _weight(tokens, ratio_T.clamp(max=most))
+    return _weight(tokens, importance_ratio(tokens).clamp(max=most))
 
 
 def masked_importance(tokens: Tokens, *, least: float = 0.5, most: float = 2.0, sequence: bool = False) -> Tensor:
@@ -206,12 +240,30 @@ def masked_importance(tokens: Tokens, *, least: float = 0.5, most: float = 2.0, 
     When Speed Kills Stability (Liu et al., 2025, a blog post). ``sequence`` decides by the trajectory's geometric mean
     ratio instead of each token's. Needs ``sampler_logp_T``.
     """
-    difference_T = (tokens.logp_T - tokens.needed("sampler_logp_T")).clamp(-20, 20)
-    ratio_T = difference_T.exp()
+    ratio_T = importance_ratio(tokens)
     judged_T = ratio_T
     if sequence:
-        rows, index_T = torch.unique(tokens.row_T, return_inverse=True)
-        sums = difference_T.new_zeros(len(rows)).index_add(0, index_T, difference_T)
-        judged_T = (sums / torch.bincount(index_T, minlength=len(rows)).clamp(min=1)).exp()[index_T]
+        index_T, sums = _of_trajectories(tokens, ratio_T.log())
+        judged_T = (sums / torch.bincount(index_T, minlength=len(sums)).clamp(min=1)).exp()[index_T]
     inside_T = (judged_T >= least) & (judged_T <= most)
+    return _weight(tokens, torch.where(inside_T, ratio_T, torch.zeros_like(ratio_T)))
+
+
+def sequence_truncated_importance(tokens: Tokens, *, most: float = 2.0) -> Tensor:
+    """``min(prod_t pi_learner / pi_sampler, most)``, the same for all tokens of a trajectory: Seq-TIS.
+
+    When Speed Kills Stability (Liu et al., 2025, a blog post): the product, which is unbiased before the cut, not the
+    geometric mean. Over long trajectories it is far from 1 for small differences already. Needs ``sampler_logp_T``.
+    """
+    return _weight(tokens, importance_ratio(tokens, sequence=True).clamp(max=most))
+
+
+def sequence_masked_importance(tokens: Tokens, *, least: float = 0.0, most: float = 2.0) -> Tensor:
+    """``prod_t pi_learner / pi_sampler`` inside ``[least, most]``, else 0 for the whole trajectory: Seq-MIS.
+
+    When Speed Kills Stability (Liu et al., 2025, a blog post); the product as in Seq-TIS, bounded above alone by
+    default. Needs ``sampler_logp_T``.
+    """
+    ratio_T = importance_ratio(tokens, sequence=True)
+    inside_T = (ratio_T >= least) & (ratio_T <= most)
     return _weight(tokens, torch.where(inside_T, ratio_T, torch.zeros_like(ratio_T)))

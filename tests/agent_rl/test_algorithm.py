@@ -34,14 +34,17 @@ def test_every_trainable_advantage_makes_a_batch(name: str) -> None:
 def test_every_trainable_token_weight_multiplies_the_coefficients(name: str) -> None:
     batch = make_batch()
     scored = statistics_of(batch)
+    reference = scored.logp + 0.1
+    algorithm = Algorithm(token_weights=(name,))
     plain = make_plan(batch, scored, controllers(), PLAIN)
-    weighted = make_plan(batch, scored, controllers(), PLAIN, algorithm=Algorithm(token_weights=(name,)))
+    weighted = make_plan(batch, scored, controllers(), PLAIN, algorithm=algorithm, reference_logp_T=reference)
     tokens = Tokens(
         logp_T=scored.logp,
         entropy_T=scored.entropy,
         advantage_T=plain.advantage_T,
         row_T=torch.repeat_interleave(torch.arange(len(batch.sequences)), batch.num_tokens_B),
         sampler_logp_T=batch.sampler_logp_T,
+        reference_logp_T=reference,
     )
     expected = plain.coefficient_T * METHODS[name].function(tokens)
     torch.testing.assert_close(weighted.coefficient_T, expected.float())
@@ -64,7 +67,7 @@ def test_weights_compose_and_what_they_silence_is_not_ranked() -> None:
 def test_by_name_on_the_command_line() -> None:
     overrides = ["--algorithm.advantage", "pass_at_k", "--algorithm.options.pass_at_k.k", "2"]
     config = load_config("quickstart", [*overrides, "--algorithm.token_weights", '["forking"]'])
-    assert config.algorithm.chosen == Algorithm(
+    assert config.chosen_algorithm == Algorithm(
         advantage="pass_at_k", token_weights=("forking",), options={"pass_at_k": {"k": 2}}
     )
 

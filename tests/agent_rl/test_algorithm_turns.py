@@ -111,7 +111,8 @@ def stepped(folder: Path, name: str, old_T: torch.Tensor | None, **settings: Any
     rule = None
     if name != "default":
         segment = SEGMENT if name in ("gspo", "gmpo", "turn_ratio") else None
-        rule = RatioRule(name=name, options={}, segment_T=segment)
+        signal = torch.linspace(1, -1, len(SEGMENT)) if name == "hapo_clip" else None
+        rule = RatioRule(name=name, options={}, segment_T=segment, signal_T=signal)
     packed = learner.pack(SEQUENCES)
     if old_T is None:
         noise = torch.linspace(-0.3, 0.3, len(SEGMENT))
@@ -136,7 +137,7 @@ def test_a_ratio_rule_moves_a_real_model_the_same_way_however_the_batch_is_cut(t
 def test_ratio_and_turn_advantage_on_the_command_line() -> None:
     overrides = ["--algorithm.advantage", "trloo", "--algorithm.ratio", "cispo"]
     config = load_config("quickstart", [*overrides, "--algorithm.options.cispo.clip_high", "5.0"])
-    assert config.algorithm.chosen == Algorithm(advantage="trloo", ratio="cispo", options={"cispo": {"clip_high": 5.0}})
+    assert config.chosen_algorithm == Algorithm(advantage="trloo", ratio="cispo", options={"cispo": {"clip_high": 5.0}})
     for wrong, message in (
         (["--algorithm.ratio", "cisp"], "did you mean 'cispo'"),
         (["--algorithm.ratio", "rloo"], "is of hook 'advantage', not 'ratio'"),

@@ -104,11 +104,16 @@ def test_weights_per_token_are_their_formulas(seed: int) -> None:
     got = weights.steer(batch)
     assert got.tolist() == pytest.approx(with_ones(batch, [math.exp(-k * m) for m in moved]))
     assert float(got.min()) == pytest.approx(0.8)
-    middle = sorted(h for _, h, _ in table)[31]
-    top, bottom = max(r[1] for r in table), min(r[1] for r in table)
-    signal = [(h - middle) / (top - middle if h > middle else middle - bottom) for _, h, _ in table]
+    logs = [math.log(h) for _, h, _ in table]
+    middle, top, bottom = sorted(logs)[31], max(logs), min(logs)
+    signal = [(x - middle) / (top - middle if x > middle else middle - bottom) for x in logs]
     expected = [1.0 if abs(a) >= 5 else 1 + s for s, (_, _, a) in zip(signal, table, strict=True)]
     assert weights.hapo(batch).tolist() == pytest.approx(with_ones(batch, expected))
+    factors = sampling.hapo_temperature(batch.entropy_T, batch.entropy_T)
+    assert factors.tolist() == pytest.approx([1 + 0.05 * s for s in signal])
+    beyond = torch.tensor([0.0, 1e9], dtype=torch.float64)
+    assert sampling.hapo_temperature(beyond, batch.entropy_T).tolist() == pytest.approx([0.95, 1.05])
+    assert sampling.hapo_temperature(beyond, beyond[:0]).tolist() == [1.0, 1.0]
 
 
 @given(seed=seeds)
@@ -127,6 +132,12 @@ def test_weights_from_other_policies(seed: int) -> None:
     }
     whole = [r if 0.9 <= mean[i] <= 1.1 else 0.0 for r, i in zip(ratio, rows, strict=True)]
     got = weights.masked_importance(batch, least=0.9, most=1.1, sequence=True)
+    assert got.tolist() == pytest.approx(with_ones(batch, whole))
+    product = {row: math.prod(r for r, i in zip(ratio, rows, strict=True) if i == row) for row in set(rows)}
+    got = weights.sequence_truncated_importance(batch, most=1.5)
+    assert got.tolist() == pytest.approx(with_ones(batch, [min(product[i], 1.5) for i in rows]))
+    whole = [product[i] if 0.2 <= product[i] <= 1.5 else 0.0 for i in rows]
+    got = weights.sequence_masked_importance(batch, least=0.2, most=1.5)
     assert got.tolist() == pytest.approx(with_ones(batch, whole))
     shift = {row: sum(a - b for a, b, i in zip(logp, reference, rows, strict=True) if i == row) for row in set(rows)}
     softplus = [
@@ -191,6 +202,11 @@ def naive_dapo(rho: float, c: float) -> float:
     return min(loss, -10 * c) if c < 0 else loss
 
 
+def naive_dual_clip(rho: float, c: float) -> float:
+    loss = -min(rho * c, clip(rho, 0.8, 1.2) * c)
+    return min(loss, -3 * c) if c < 0 else loss
+
+
 def naive_sapo(rho: float, c: float) -> float:
     tau = 1.0 if c > 0 else 1.05
     return -c * 4 / tau / (1 + math.exp(-tau * (rho - 1)))
@@ -211,6 +227,7 @@ def naive_aspo(rho: float, c: float) -> float:
 VALUES: dict[str, Callable[[float, float], float]] = {
     "ppo": lambda rho, c: -min(rho * c, clip(rho, 0.8, 1.2) * c),
     "dapo": naive_dapo,
+    "dual_clip": naive_dual_clip,
     "sapo": naive_sapo,
     "ce_gppo": naive_ce,
     "aspo": naive_aspo,
@@ -266,6 +283,15 @@ def test_ratio_rules_per_segment_are_their_formulas(seed: int) -> None:
         expected_gmpo += len(shift) * -c * math.exp(statistics.mean(bounded))
     assert gspo.loss.item() == pytest.approx(expected_gspo)
     assert gmpo.loss.item() == pytest.approx(expected_gmpo)
+    signal = [-1.0, -0.4, 0.0, 1.0]
+    hapo = ratios.hapo_clip(new, old, coefficient, signal_M=torch.tensor(signal, dtype=torch.float64)[segment])
+    expected_hapo = 0.0
+    for rho, c, number in zip((new.detach() - old).exp().tolist(), coefficient.tolist(), segment.tolist(), strict=True):
+        h = signal[number]
+        low, high = 0.2 * (1 - min(h, 0)), 0.28 * (1 + max(h, 0))
+        loss = -min(rho * c, clip(rho, 1 - low, 1 + high) * c)
+        expected_hapo += min(loss, -3 * c) if c < 0 else loss
+    assert hapo.loss.item() == pytest.approx(expected_hapo)
     turn = ratios.turn_ratio(new, old, coefficient, segment_M=segment, clip_low=0.1, clip_high=0.2)
     assert torch.equal(turn.loss, gspo.loss)
 
@@ -276,6 +302,7 @@ def test_ratio_rules_per_segment_are_their_formulas(seed: int) -> None:
 def test_at_the_old_policy_every_rule_has_the_plain_gradient_and_zero_stays_zero(name: str, seed: int) -> None:
     new, _, coefficient, segment = ratio_case(seed)
     extra = {"segment_M": segment} if name in ("gspo", "gmpo", "turn_ratio") else {}
+    extra |= {"signal_M": torch.linspace(-1, 1, len(new))} if name == "hapo_clip" else {}
     result = METHODS[name].function(new, new.detach(), coefficient, **extra)
     (gradient,) = torch.autograd.grad(result.loss, new)
     assert torch.allclose(gradient, -coefficient)
