@@ -128,7 +128,7 @@ def _penalty(
 ) -> Penalty:
     entry = chosen(name, "regulariser")
     options = dict(algorithm.options.get(name, {}))
-    coefficient = float(options.pop("coefficient", entry.coefficient))
+    coefficient = float(options.pop("coefficient", entry.defaults["coefficient"]))
     columns: dict[str, Tensor] = {}
     function = entry.function
     if name in OF_REFERENCE:

@@ -13,19 +13,35 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from agent_rl.algorithm import Algorithm
 from agent_rl.config import LearnerConfig, StareConfig
 from agent_rl.learner import Learner
 from agent_rl.plan import PlanOptions, UpdateBatch, make_plan, update_batch
 from agent_rl.progress import Clock
+from agent_rl.regularisers import RegulariserState
 from agent_rl.types import Trajectory
 from agent_rl.update import start_controllers, update
 from envs.types import Failure, Task
 from stare import Controller, ControllerConfig
+from stare.neighbours.regularisers import CoefficientState
 
 VOCABULARY = 97
 CONTROLLER = ControllerConfig(target_entropy=100.0, amplify=1.5, attenuate=0.5)  # gate on
 FRACTION = 0.2
 UPDATE_LR = 0.3  # so that the second of two steps meets other weights
+MODES = ("frozen", "refreshed", "reuse", "terms")
+WITH_TERMS = Algorithm(
+    regularisers=("kl_k3", "kl_cov", "entropy_bonus", "epo_smoothing", "adaptive_entropy"),
+    correction="tis",
+    options={
+        "tis": {"most": 1.1},
+        "kl_k3": {"coefficient": 2.0},
+        "kl_cov": {"coefficient": 0.5, "fraction": 0.2},
+        "entropy_bonus": {"coefficient": 0.2},
+        "epo_smoothing": {"coefficient": 0.5, "low": 0.99, "high": 1.01, "penalty": 1.0},
+    },
+)
+TERMS_STATE = RegulariserState(adaptive=CoefficientState(coefficient=0.3, target=100.0), entropies=(4.0, 4.2))
 
 
 def make_model() -> Any:
@@ -44,6 +60,16 @@ def make_model() -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))  # so that logits differ and surprisals spread
+    return model
+
+
+def make_reference() -> Any:
+    """Another policy near the first, for terms that compare with it."""
+    model = make_model()
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator))
     return model
 
 
@@ -128,7 +154,8 @@ def one_case(batch: UpdateBatch, layout: str, size: int | None, stage: int, sele
 
 
 def one_update(batch: UpdateBatch, mode: str, layout: str, size: int | None, stage: int) -> dict[str, Any]:
-    """A whole update by ``agent_rl.update``: two mini-batches frozen or refreshed, or one step on reused logprobs."""
+    """A whole update by ``agent_rl.update``: two mini-batches frozen, refreshed or with terms beside the surrogate and
+    corrected for another sampler, or one step on reused logprobs."""
     learner_config = LearnerConfig(
         zero_stage=stage,  # type: ignore[arg-type]
         optimizer="sgd",
@@ -138,10 +165,12 @@ def one_update(batch: UpdateBatch, mode: str, layout: str, size: int | None, sta
         max_micro_sequences=size,
         chunk_tokens=7,
     )
-    learner = Learner(make_model(), learner_config, temperature=1.0)
-    if mode == "reuse":  # a sampler that agrees with the learner to the last bit
+    learner = Learner(make_model(), learner_config, temperature=1.0, reference=make_reference())
+    if mode in ("reuse", "terms"):  # a sampler that agrees with the learner to the last bit, or one that is off
         statistics = learner.score(learner.pack(batch.sequences), batch.num_tokens)
-        batch = with_sampler_logprobs(batch, statistics.logp)
+        off = sampler_noise(batch.num_tokens) if mode == "terms" else 0
+        batch = with_sampler_logprobs(batch, statistics.logp + off)
+    algorithm = WITH_TERMS if mode == "terms" else Algorithm()
     config = StareConfig(
         variant="C2",
         fraction=FRACTION,
@@ -154,11 +183,17 @@ def one_update(batch: UpdateBatch, mode: str, layout: str, size: int | None, sta
         remeasure=True,
     )
     before = {name: tensor.clone() for name, tensor in learner.named_tensors()}
-    plan, row = update(learner, batch, (), start_controllers(config), config, Clock())
+    plan, row = update(
+        learner, batch, (), start_controllers(config), config, Clock(), algorithm=algorithm, regularisers=TERMS_STATE
+    )
     assert plan is not None
     gradient = {name: (before[name] - tensor) / UPDATE_LR for name, tensor in learner.named_tensors()}
     learner.close()
     return {"case": (mode, layout, size, stage), "gradient": gradient, "row": row}
+
+
+def sampler_noise(num_tokens: int) -> torch.Tensor:
+    return 0.2 * torch.randn(num_tokens, generator=torch.Generator().manual_seed(4))
 
 
 def with_sampler_logprobs(batch: UpdateBatch, logp_T: torch.Tensor) -> UpdateBatch:
@@ -181,7 +216,7 @@ def main(out: str, few: bool) -> None:
     cuts = [("padded", 1, 2)] if few else [("padded", 1, 2), ("packed", None, 0), ("shared", 3, 2)]
     results = {
         "step": [one_case(batch, *case) for case in cases],
-        "update": [one_update(batch, mode, *cut) for mode in ("frozen", "refreshed", "reuse") for cut in cuts],
+        "update": [one_update(batch, mode, *cut) for mode in MODES for cut in cuts],
     }
     if torch.distributed.get_rank() == 0:
         torch.save(results, out)

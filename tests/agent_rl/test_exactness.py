@@ -7,6 +7,7 @@ comparison with ``selection = "per_micro_batch"`` (the public reference's way) m
 from __future__ import annotations
 
 import importlib.util
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -133,18 +134,23 @@ def updates_by_hand(mode: str) -> dict[str, torch.Tensor]:
     parts = [kept] if mode == "reuse" else [[t for t in kept if t.group == group] for group in (0, 1)]
     old: dict[int, torch.Tensor] = {id(t): logps_of(model, t).detach() for t in kept}
     frozen = chosen_among(kept, old, worker.FRACTION)
-    for part in parts:
+    terms = TermsByHand(kept, old) if mode == "terms" else None
+    for number, part in enumerate(parts):
         now = {id(t): logps_of(model, t) for t in part}
         weights = chosen_among(part, now, worker.FRACTION) if mode == "refreshed" else frozen
         loss = torch.zeros(())
         for trajectory in part:
-            advantage = advantage_of(trajectory, kept)
             for place, logp in enumerate(now[id(trajectory)]):
+                advantage = advantage_of(trajectory, kept)
+                if terms is not None:
+                    advantage *= terms.correction[id(trajectory), place]
                 ratio = (logp - old[id(trajectory)][place]).exp()
                 objective = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
                 if advantage < 0:
                     objective = objective.clamp(min=10.0 * advantage)
                 loss = loss - weights.get((id(trajectory), place), 1.0) * objective
+            if terms is not None:
+                loss = loss + terms.of(model, trajectory, is_first=number == 0)
         model.zero_grad()
         (loss / sum(len(values) for values in now.values())).backward()
         with torch.no_grad():
@@ -153,10 +159,47 @@ def updates_by_hand(mode: str) -> dict[str, torch.Tensor]:
     return {name: (before[name] - p.detach()) / worker.UPDATE_LR for name, p in model.named_parameters()}
 
 
-def logps_of(model: Any, trajectory: Any) -> torch.Tensor:
+class TermsByHand:
+    """The worker's regularisers and correction, token by token from whole distributions."""
+
+    def __init__(self, kept: list[Any], old: dict[int, torch.Tensor]) -> None:
+        worker = load_worker()
+        self.reference, self.old = worker.make_reference(), old
+        places = [(id(t), place) for t in kept for place in range(len(old[id(t)]))]
+        noise = worker.sampler_noise(len(places)).tolist()  # the sampler's logprob less the learner's
+        self.correction = {key: min(math.exp(-n), 1.1) for key, n in zip(places, noise, strict=True)}
+        assert 0.2 < sum(weight == 1.1 for weight in self.correction.values()) / len(places) < 0.5
+        logps = [old[number][place].item() for number, place in places]
+        advantages = [advantage_of(t, kept) for t in kept for _ in old[id(t)]]
+        means = sum(logps) / len(logps), sum(advantages) / len(logps)
+        covariance = [(x - means[0]) * (a - means[1]) for x, a in zip(logps, advantages, strict=True)]
+        order = sorted(range(len(places)), key=lambda i: -covariance[i])
+        self.held = {places[i] for i in order[: math.ceil(0.2 * len(places))]}
+
+    def of(self, model: Any, trajectory: Any, *, is_first: bool) -> torch.Tensor:
+        """Summed over the trajectory's tokens."""
+        total = torch.zeros(())
+        reference = logps_of(self.reference, trajectory).detach()
+        for place, (logp, row) in enumerate(zip(*sampled_of(model, trajectory), strict=True)):
+            entropy = -(row.exp() * row).sum()
+            shift = reference[place] - logp
+            total = total + 2.0 * (shift.exp() - shift - 1) - (0.2 + 0.3) * entropy
+            total = total + 0.5 * (torch.relu(0.99 * 4.1 - entropy) + torch.relu(entropy - 1.01 * 4.1))
+            if not is_first and (id(trajectory), place) in self.held:
+                total = total + 0.5 * (logp - self.old[id(trajectory)][place]).abs()
+        return total
+
+
+def sampled_of(model: Any, trajectory: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """ln p of each sampled token [n], and of the whole vocabulary at its place [n, V]."""
     distribution = torch.log_softmax(model(input_ids=torch.tensor([trajectory.token_ids])).logits[0], -1)
     places = [i for i, flag in enumerate(trajectory.loss_mask) if flag]
-    return torch.stack([distribution[i - 1][trajectory.token_ids[i]] for i in places])
+    rows = torch.stack([distribution[i - 1] for i in places])
+    return torch.stack([row[trajectory.token_ids[i]] for i, row in zip(places, rows, strict=True)]), rows
+
+
+def logps_of(model: Any, trajectory: Any) -> torch.Tensor:
+    return sampled_of(model, trajectory)[0]
 
 
 def advantage_of(trajectory: Any, kept: list[Any]) -> float:
@@ -183,9 +226,10 @@ def chosen_among(
     return weights
 
 
-@pytest.mark.parametrize("mode", ["frozen", "refreshed", "reuse"])
+@pytest.mark.parametrize("mode", ["frozen", "refreshed", "reuse", "terms"])
 def test_whole_updates_are_those_made_by_hand(results: dict[str, list[dict[str, Any]]], mode: str) -> None:
-    """Two optimizer steps of one batch, with omega frozen or planned again, and one step on reused logprobs."""
+    """Two optimizer steps of one batch, with omega frozen or planned again, with regularisers and a correction, and one
+    step on reused logprobs."""
     expected = {"gradient": updates_by_hand(mode)}
     found = [result for result in results["update"] if result["case"][0] == mode]
     assert found
@@ -198,6 +242,7 @@ def test_whole_updates_are_those_made_by_hand(results: dict[str, list[dict[str, 
         assert row["gate"]
 
 
-def test_frozen_and_refreshed_are_not_the_same_update() -> None:
-    frozen, refreshed = updates_by_hand("frozen"), updates_by_hand("refreshed")
-    assert gradient_error({"gradient": frozen}, {"gradient": refreshed}) > 1e-3
+def test_the_modes_are_not_the_same_update() -> None:
+    frozen, *others = (updates_by_hand(mode) for mode in ("frozen", "refreshed", "terms"))
+    for other in others:
+        assert gradient_error({"gradient": frozen}, {"gradient": other}) > 1e-3
