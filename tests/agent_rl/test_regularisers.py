@@ -235,6 +235,42 @@ def test_under_adapters_the_reference_is_the_base_and_they_are_back_afterwards(t
         learner.close()
 
 
+def test_with_reused_logprobs_the_terms_are_the_same(tiny_folder: Path) -> None:
+    algorithm = Algorithm(
+        regularisers=("kl_k3", "entropy_bonus", "epo_smoothing"),
+        options={name: {"coefficient": 5.0} for name in ("kl_k3", "entropy_bonus", "epo_smoothing")},
+    )
+    weights, states = [], []
+    for score in ("exact", "reuse"):
+        config = LearnerConfig(optimizer="sgd", lr=0.5, zero_stage=0)
+        start = load_model(tiny_folder, "float32")
+        learner = Learner(load_model(tiny_folder, "float32"), config, temperature=1.0, reference=start)
+        trajectories = synthetic_trajectories()
+        batch = update_batch(trajectories)
+        scored = learner.score(learner.pack(batch.sequences), batch.num_tokens)
+        batch = load_worker().with_sampler_logprobs(batch, scored.logp)
+        stare = StareConfig(variant="none", score=score)  # type: ignore[arg-type]
+        state = RegulariserState(entropies=(1.0,))
+        plan, row = update(
+            learner,
+            batch,
+            trajectories,
+            start_controllers(stare),
+            stare,
+            Clock(),
+            algorithm=algorithm,
+            regularisers=state,
+        )
+        assert plan is not None
+        assert row["penalty/epo_smoothing"] > 0
+        states.append(plan.regularisers.entropies)
+        weights.append({name: tensor.clone() for name, tensor in learner.named_tensors()})
+        learner.close()
+    assert states[0] == pytest.approx(states[1])
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, rtol=1e-4, atol=1e-6)
+
+
 def test_kl_cov_is_silent_in_the_first_step_of_a_batch(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
     step = Learner.step
