@@ -20,6 +20,7 @@ from agent_rl.progress import Clock
 from agent_rl.types import Trajectory, Turn
 from agent_rl.update import start_controllers, update
 from stare.neighbours import METHODS
+from stare.neighbours.token_weights import entropy_signal
 
 TURN_ADVANTAGES = [m.name for m in METHODS.values() if m.hook == "turn advantage" and m.is_trainable]
 RATIOS = [m.name for m in METHODS.values() if m.hook == "ratio"]
@@ -148,9 +149,9 @@ def test_ratio_and_turn_advantage_on_the_command_line() -> None:
             load_config("quickstart", wrong)
 
 
-@pytest.mark.parametrize("mini", [1, 2])
-def test_a_whole_update_by_other_methods_does_not_depend_on_the_cut(tiny_folder: Path, mini: int) -> None:
-    algorithm = Algorithm(advantage="trloo", ratio="gspo", token_weights=("steer",))
+@pytest.mark.parametrize(("mini", "ratio"), [(1, "gspo"), (2, "gspo"), (2, "hapo_clip")])
+def test_a_whole_update_by_other_methods_does_not_depend_on_the_cut(tiny_folder: Path, mini: int, ratio: str) -> None:
+    algorithm = Algorithm(advantage="trloo", ratio=ratio, token_weights=("steer",))
     trajectories = batch_of_turns()
     batch = update_batch(trajectories, algorithm)
     config = StareConfig(variant="O1", mini_batches=mini)
@@ -167,3 +168,27 @@ def test_a_whole_update_by_other_methods_does_not_depend_on_the_cut(tiny_folder:
     assert any(not torch.equal(results[0][key], before[key]) for key in before)
     for key, tensor in results[0].items():
         torch.testing.assert_close(results[1][key], tensor, rtol=1e-4, atol=1e-6)
+
+
+def test_the_entropy_that_hapo_clips_by_is_that_of_the_whole_batch(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules: list[RatioRule] = []
+    step = Learner.step
+
+    def noting(self: Learner, *arguments: Any, rule: RatioRule, **named: Any) -> Any:
+        rules.append(rule)
+        return step(self, *arguments, rule=rule, **named)
+
+    monkeypatch.setattr(Learner, "step", noting)
+    algorithm = Algorithm(ratio="hapo_clip", options={"hapo_clip": {"alpha": 0.5}})
+    batch = update_batch(batch_of_turns(), algorithm)
+    learner = Learner(load_model(tiny_folder, "float32"), LearnerConfig(max_micro_sequences=1), temperature=1.0)
+    config = StareConfig(mini_batches=2)
+    plan, _ = update(learner, batch, (), start_controllers(config), config, Clock(), algorithm=algorithm)
+    learner.close()
+    assert plan is not None
+    assert plan.entropy_T is not None
+    signals = [rule.signal_T for rule in rules if rule.signal_T is not None]
+    assert len(signals) == 2
+    assert torch.equal(torch.cat(signals), entropy_signal(plan.entropy_T))
