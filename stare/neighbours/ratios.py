@@ -68,14 +68,14 @@ def hapo_clip(
     *,
     signal_M: Tensor,
     clip_low: float = 0.2,
-    clip_high: float = 0.28,
+    clip_high: float = 0.2,
     alpha: float = 1.0,
-    dual_clip: float = 3.0,
+    dual_clip: float = 10.0,
 ) -> SurrogateSum:
     """PPO whose bounds follow entropy: where h > 0 the upper one is ``clip_high (1 + alpha h)``, where h <= 0 the lower
     one ``clip_low (1 - alpha h)``. HAPO, arXiv 2509.16591 (asymmetric adaptive clipping), with the dual clip.
 
-    Uncertain tokens may rise further, certain ones fall further.
+    Uncertain tokens may rise further, certain ones fall further. Defaults as in the recipes of its public code.
 
     Args:
         logp_M: float [M], with gradient.

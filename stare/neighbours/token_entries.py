@@ -139,7 +139,7 @@ RATIOS = (
         name="hapo_clip",
         hook="ratio",
         function=ratios.hapo_clip,
-        formula="PPO with upper bound 0.28 (1 + h) where h > 0 and lower bound 0.2 (1 - h) where h <= 0",
+        formula="dual-clip PPO with upper bound 0.2 (1 + h) where h > 0 and lower bound 0.2 (1 - h) where h <= 0",
         source="HAPO, arXiv 2509.16591",
         note="h over the whole batch before the update; its public code: per micro-batch, and h never negative",
     ),
