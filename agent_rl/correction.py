@@ -34,14 +34,6 @@ class Correction:
         """Of a part of the tokens."""
         return Correction(weight_T=self.weight_T[tokens], bounded_T=self.bounded_T[tokens])
 
-    @property
-    def row(self) -> dict[str, float]:
-        """Metrics over the sampled tokens of the update batch."""
-        return {
-            "correction/weight": float(self.weight_T.mean()),
-            "correction/bounded": float(self.bounded_T.double().mean()),  # share truncated (tis) or masked (mis)
-        }
-
 
 def correction_of(algorithm: Algorithm, tokens: Tokens) -> Correction | None:
     """The algorithm's correction over a whole update batch; None where it has none."""

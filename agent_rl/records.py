@@ -16,6 +16,7 @@ from typing import Any
 
 from agent_rl.learner import StepReport
 from agent_rl.plan import DEFAULT_SCENARIO, Plan, UpdateBatch
+from agent_rl.regularisers import Penalty
 from agent_rl.types import Trajectory
 from stare import most_chosen, quadrants, selection_report
 
@@ -62,6 +63,7 @@ def update_metrics(
     batch: UpdateBatch,
     report: StepReport | None,
     *,
+    penalties: Sequence[Penalty] = (),
     entropy_change: float | None = None,
     decode: Callable[[int], str] = str,
 ) -> Row:
@@ -82,7 +84,8 @@ def update_metrics(
         "tokens_trained": plan.num_tokens if report else 0,  # N
         "optimizer_steps": report.num_steps if report else 0,
         **_entropy_metrics(plan),
-        **(plan.correction.row if plan.correction else {}),
+        **_correction_metrics(plan),
+        **_penalty_metrics(penalties, report),
         "entropy_change": entropy_change,  # measured on the same batch after the update (stare.remeasure), nats
         "chosen_tokens": [  # of L+, text and count, the ten most frequent
             (decode(token), count) for token, count in most_chosen(batch.token_T, plan.sets.l_plus_T)
@@ -114,6 +117,29 @@ def _controller_metrics(plan: Plan) -> Row:
         }
         if suffix:
             row[f"entropy{suffix}"] = view.entropy
+    return row
+
+
+def _correction_metrics(plan: Plan) -> Row:
+    """Over the sampled tokens of the update batch; nothing where no correction was chosen."""
+    if plan.correction is None:
+        return {}
+    return {
+        "correction/weight": float(plan.correction.weight_T.mean()),
+        "correction/bounded": float(plan.correction.bounded_T.double().mean()),  # share truncated or masked
+    }
+
+
+def _penalty_metrics(penalties: Sequence[Penalty], report: StepReport | None) -> Row:
+    """Of each regulariser: its part of the loss before the coefficient, and the coefficient.
+
+    In token-mean the part is the penalty's mean over the trained tokens. Over several optimizer steps it is the mean of
+    those that the term acted in; None where it acted in none.
+    """
+    row: Row = {}
+    for penalty in penalties:
+        row[f"penalty/{penalty.name}"] = None if report is None else report.penalties.get(penalty.name)
+        row[f"coefficient/{penalty.name}"] = penalty.coefficient
     return row
 
 

@@ -16,7 +16,7 @@ Dimensions: T sampled tokens of the batch, M of one micro-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -153,12 +153,3 @@ def _penalty(
         options=options,
         from_second_step=name == "kl_cov",
     )
-
-
-def penalty_metrics(terms: Sequence[Penalty], values: Mapping[str, float]) -> dict[str, float | None]:
-    """``penalty/NAME``: the term before its coefficient, in token-mean its mean over the trained tokens (mean over the
-    optimizer steps it acted in; None where it acted in none), and ``coefficient/NAME``."""
-    row: dict[str, float | None] = {}
-    for term in terms:
-        row |= {f"penalty/{term.name}": values.get(term.name), f"coefficient/{term.name}": term.coefficient}
-    return row

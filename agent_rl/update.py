@@ -33,7 +33,7 @@ from agent_rl.plan import (
 from agent_rl.progress import Clock
 from agent_rl.ranks import AnyLearner
 from agent_rl.records import Row, update_metrics
-from agent_rl.regularisers import Penalty, RegulariserState, penalties, penalty_metrics
+from agent_rl.regularisers import Penalty, RegulariserState, penalties
 from agent_rl.types import Trajectory
 from stare import Controller
 from stare.neighbours.token_weights import entropy_signal
@@ -117,8 +117,7 @@ def update(
             change = float(learner.score(packed, batch.num_tokens).entropy.double().mean()) - plan.entropy
             clock.lap("remeasure")
     plan = replace(plan, regularisers=state.after(plan.entropy))
-    row = update_metrics(plan, batch, report, entropy_change=change, decode=decode)
-    return plan, row | penalty_metrics(terms, report.penalties if report else {})
+    return plan, update_metrics(plan, batch, report, penalties=terms, entropy_change=change, decode=decode)
 
 
 def _terms(batch: UpdateBatch, plan: Plan, algorithm: Algorithm, state: RegulariserState) -> tuple[Penalty, ...]:

@@ -48,8 +48,8 @@ def test_where_the_policies_agree_nothing_changes_by_a_bit(name: CorrectionName,
     plan = make_plan(batch, scored, controllers(), OPTIONS, algorithm=Algorithm(correction=name))
     assert torch.equal(plan.coefficient_T, plain.coefficient_T)
     assert torch.equal(plan.sets.l_plus_T, plain.sets.l_plus_T)
-    assert plan.correction is not None
-    assert plan.correction.row == {"correction/weight": 1.0, "correction/bounded": 0.0}
+    row = update_metrics(plan, batch, None)
+    assert (row["correction/weight"], row["correction/bounded"]) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -61,14 +61,15 @@ def test_weights_by_hand_multiply_the_coefficients(name: CorrectionName, seed: i
     noise_T = 0.5 * torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(seed))
     batch = sampled_with(batch, scored.logp + noise_T)
     plain = make_plan(batch, scored, controllers(target_entropy=0.0), OPTIONS)
-    plan = make_plan(batch, scored, controllers(target_entropy=0.0), OPTIONS, algorithm=Algorithm(correction=name))
+    algorithm = Algorithm(correction=name, options={name: {"most": 1.5}})
+    plan = make_plan(batch, scored, controllers(target_entropy=0.0), OPTIONS, algorithm=algorithm)
     expected, bounded = [], 0
     logs = [(-n).tolist() for n in torch.split(noise_T.double(), batch.num_tokens_B.tolist())]
     for trajectory, advantage in zip(logs, batch.advantage_B.tolist(), strict=True):
         for log in trajectory:
             ratio = math.exp(sum(trajectory) if name.startswith("seq") else log)
-            weight = min(ratio, 2.0)
-            if name.endswith("mis") and (ratio > 2 or (name == "mis" and ratio < 0.5)):
+            weight = min(ratio, 1.5)
+            if name.endswith("mis") and (ratio > 1.5 or (name == "mis" and ratio < 0.5)):
                 weight = 0.0
             expected.append(weight if advantage else 1.0)
             bounded += bool(advantage) and weight != ratio

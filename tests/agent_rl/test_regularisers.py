@@ -28,7 +28,7 @@ from agent_rl.regularisers import Penalty, RegulariserState, penalties
 from agent_rl.types import Trajectory
 from agent_rl.update import start_controllers, update
 from envs.types import Task
-from stare.neighbours.regularisers import CoefficientState
+from stare.neighbours.regularisers import CoefficientState, entropy_bonus
 
 TERMS = ("kl_k1", "kl_k2", "kl_k3", "kl_cov", "entropy_bonus", "epo_smoothing", "adaptive_entropy")
 OPTIONS: dict[str, dict[str, float]] = {
@@ -269,6 +269,29 @@ def test_with_reused_logprobs_the_terms_are_the_same(tiny_folder: Path) -> None:
     assert states[0] == pytest.approx(states[1])
     for name, tensor in weights[0].items():
         torch.testing.assert_close(weights[1][name], tensor, rtol=1e-4, atol=1e-6)
+
+
+def test_a_forward_made_before_the_step_is_not_taken_for_a_term_of_entropy(tiny_folder: Path) -> None:
+    batch = update_batch(synthetic_trajectories())
+    term = Penalty(
+        name="entropy_bonus",
+        coefficient=5.0,
+        function=entropy_bonus,
+        of_entropy=True,
+        scale_T=scale_of(batch, "token-mean").float(),
+        columns={},
+        options={},
+    )
+    weights = []
+    for before_step in (False, True):
+        config = LearnerConfig(optimizer="sgd", lr=0.5, zero_stage=0)
+        learner = Learner(load_model(tiny_folder, "float32"), config, temperature=1.0)
+        packed = learner.pack(batch.sequences)
+        scored = learner.score(packed, batch.num_tokens, before_step=before_step)
+        learner.step(packed, torch.zeros(batch.num_tokens), scored.logp, penalties=[term])
+        weights.append({name: tensor.clone() for name, tensor in learner.named_tensors()})
+        learner.close()
+    assert all(torch.equal(weights[1][name], tensor) for name, tensor in weights[0].items())
 
 
 def test_kl_cov_is_silent_in_the_first_step_of_a_batch(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
