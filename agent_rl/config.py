@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from agent_rl.algorithm import Algorithm
 from agent_rl.errors import ConfigError as ConfigError
@@ -51,6 +51,16 @@ class EngineConfig(Section):
     max_model_len: int = Field(4096, gt=1, description="prompt and completion together, tokens")
     max_num_seqs: int = Field(64, ge=1, description="sequences decoded at once")
     kv_cache_gb: float = Field(1.0, gt=0, description="key-value cache of vLLM, GiB")
+
+    @field_validator("kind", mode="before")
+    @classmethod
+    def _gives_ids(cls, kind: Any) -> Any:
+        if kind == "openai":
+            raise ValueError(
+                "an OpenAI-compatible endpoint gives text and takes no weights: it is for evaluation only "
+                "(agent-rl eval URL); to train with vLLM servers set engine.kind = 'vllm_server'"
+            )
+        return kind
 
 
 class RolloutConfig(Section):

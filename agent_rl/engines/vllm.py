@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 
 from agent_rl.config import ConfigError
-from agent_rl.engines.base import EngineFailure, PublishError
+from agent_rl.engines.base import EngineFailure, PublishError, room_after
 from agent_rl.types import FinishReason, Generation, Sampling
 
 if TYPE_CHECKING:
@@ -131,11 +131,6 @@ class VllmEngine:
     def leave(self, episode_id: str) -> None:
         """See ``join``."""
 
-    @property
-    def num_unfinished(self) -> int:
-        """Requests that vLLM has and has not answered."""
-        return self._llm.get_num_unfinished_requests() if self._llm else 0
-
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Generation:
         from vllm import SamplingParams
         from vllm.exceptions import VLLMClientError, VLLMServerError
@@ -143,15 +138,9 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
 
         llm = self._running()
-        room = self.max_model_len - len(prompt_ids)
-        if room < 1:
-            raise ValueError(
-                f"prompt of {len(prompt_ids)} tokens leaves no room under max_model_len {self.max_model_len}"
-            )
+        # vLLM checks ids only where it has a tokenizer; else one out of range kills its process.
         vocabulary = llm.model_config.get_vocab_size()
-        wrong = [token for token in prompt_ids if not 0 <= token < vocabulary]
-        if wrong or not prompt_ids:  # vLLM checks ids only where it has a tokenizer, else such an id kills its process
-            raise ValueError(f"prompt ids must be at least one, each in [0, {vocabulary}); got {wrong[:3]}")
+        room = room_after(prompt_ids, max_model_len=self.max_model_len, vocabulary=vocabulary)
         parameters = SamplingParams(
             max_tokens=min(sampling.max_tokens, room),
             temperature=sampling.temperature,
