@@ -123,10 +123,11 @@ class TransformersEngine:
             block = wave[start : start + self.max_num_seqs]
             try:
                 self._decode(block)
-            except RuntimeError as error:  # torch's own, out of memory among them
+            except (RuntimeError, MemoryError) as error:  # torch's own, out of memory among them
+                hint = "; lower engine.max_num_seqs" if "memory" in f"{type(error).__name__} {error}".lower() else ""
                 for request in block:
                     if not request.future.done():
-                        request.future.set_exception(EngineFailure(f"transformers engine: {error}"))
+                        request.future.set_exception(EngineFailure(f"transformers engine: {error}{hint}"))
                 continue
             for request in block:
                 if not request.future.done():

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from agent_rl.engines.base import EngineFailure
 from agent_rl.engines.transformers import TransformersEngine
 from agent_rl.types import Sampling
 
@@ -37,3 +38,20 @@ async def test_a_wave_waits_for_every_episode_that_joined(tiny_model: Any) -> No
     assert not fast.done()
     engine.leave("slow")
     assert len((await fast).token_ids) == 2
+
+
+async def test_running_out_of_memory_names_the_setting_and_the_engine_goes_on(
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = TransformersEngine(tiny_model, max_model_len=64)
+
+    def full(**inputs: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "model", full)
+        patch.setattr(full, "config", tiny_model.config, raising=False)
+        patch.setattr(full, "device", tiny_model.device, raising=False)
+        with pytest.raises(EngineFailure, match=r"Tried to allocate 20 GiB; lower engine\.max_num_seqs"):
+            await engine.generate([3], Sampling(max_tokens=2, seed=0), request_id="a")
+    assert len((await engine.generate([3], Sampling(max_tokens=2, seed=0), request_id="a")).token_ids) == 2
