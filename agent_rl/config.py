@@ -53,6 +53,7 @@ class EngineConfig(Section):
     max_model_len: int = Field(4096, gt=1, description="prompt and completion together, tokens")
     max_num_seqs: int = Field(64, ge=1, description="sequences decoded at once")
     kv_cache_gb: float = Field(1.0, gt=0, description="key-value cache of vLLM, GiB")
+    sleep: bool = Field(False, description="vLLM on a GPU gives its memory to the learner while it updates")
 
     @field_validator("kind", mode="before")
     @classmethod
@@ -63,6 +64,12 @@ class EngineConfig(Section):
                 "(agent-rl eval URL); to train with vLLM servers set engine.kind = 'vllm_server'"
             )
         return kind
+
+    @model_validator(mode="after")
+    def _can_sleep(self) -> EngineConfig:
+        if self.sleep and self.kind != "vllm":
+            raise ValueError(f"sleep needs kind 'vllm', not {self.kind!r}")
+        return self
 
 
 class RolloutConfig(Section):

@@ -108,6 +108,7 @@ async def _train(config: RunConfig, setup: Setup, console: Console) -> Path:
             trajectories = collected.trajectories
             clock.lap("rollout")
             batch = update_batch(trajectories, config.algorithm.chosen)
+            await engine.sleep()
             plan, row = update(
                 learner,
                 batch,
@@ -118,6 +119,7 @@ async def _train(config: RunConfig, setup: Setup, console: Console) -> Path:
                 algorithm=config.algorithm.chosen,
                 decode=tokenizer.decode,
             )
+            await engine.wake()
             row |= {"canary_gap": await publisher.publish(step), "cursor": cursor}
             clock.lap("sync")
             if evaluation.is_due(step):

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from agent_rl.config import ConfigError, LearnerConfig
+import torch
+
+from agent_rl.config import ConfigError, EngineConfig, LearnerConfig
+
+
+def check_engine(config: EngineConfig) -> None:
+    """Raises ``ConfigError`` where this machine cannot sample so."""
+    if config.sleep and not torch.cuda.is_available():
+        raise ConfigError("engine.sleep needs a GPU: on the CPU vLLM has no memory of its own to give back")
 
 
 def check_learner(config: LearnerConfig, dtype: str) -> None:

@@ -75,6 +75,14 @@ class Engine(Protocol):
         """
         ...
 
+    async def sleep(self) -> None:
+        """Until ``wake`` no token is sampled, and an engine that was told to gives its memory away."""
+        ...
+
+    async def wake(self) -> None:
+        """Samples again, with the weights from before."""
+        ...
+
     async def close(self) -> None:
         """May be called twice; requests under way, and all later ones, end with ``EngineFailure``."""
         ...

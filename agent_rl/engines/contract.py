@@ -288,6 +288,15 @@ async def a_wrong_set_of_tensors_is_named_and_changes_nothing(bench: Bench) -> N
         assert gap <= bench.tolerance, f"a refused update ({told}) moved logprobs by {gap:.3g} nats"
 
 
+async def a_nap_changes_no_answer(bench: Bench) -> None:
+    prompt, sampling = bench.prompt(94, 20), Sampling(max_tokens=16, seed=4)
+    before = await bench.sample(prompt, sampling, "before")
+    await bench.engine.sleep()
+    await bench.engine.wake()
+    after = await bench.sample(prompt, sampling, "after")
+    assert (after.token_ids, after.weight_version) == (before.token_ids, before.weight_version), (before, after)
+
+
 async def closing_ends_what_runs_and_may_happen_twice(bench: Bench) -> None:
     """The last: the engine is of no use afterwards."""
     bench.engine.join("never-asks")  # so that the embedded engine is still waiting
@@ -349,6 +358,7 @@ CHECKS: tuple[Check, ...] = (
     nothing_cached_survives_an_update,
     a_small_update_can_be_told_from_none,
     a_wrong_set_of_tensors_is_named_and_changes_nothing,
+    a_nap_changes_no_answer,
     closing_ends_what_runs_and_may_happen_twice,
 )
 

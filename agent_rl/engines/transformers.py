@@ -107,6 +107,12 @@ class TransformersEngine:
             own[name].copy_(tensor)
         self.weight_version = version
 
+    async def sleep(self) -> None:
+        """It keeps its memory."""
+
+    async def wake(self) -> None:
+        """See ``sleep``."""
+
     async def close(self) -> None:
         self._closed = True
         for request in self._waiting.values():

@@ -151,6 +151,12 @@ class VllmServerEngine:
         self._alive()
         self.weight_version = version
 
+    async def sleep(self) -> None:
+        """Servers have GPUs of their own."""
+
+    async def wake(self) -> None:
+        """See ``sleep``."""
+
     async def close(self) -> None:
         """The servers stay; may be called twice."""
         session, self._session = self._session, None

@@ -189,6 +189,14 @@ class Careless(Wrong):
         await super().update_weights([(n, given[n] if n in given else own[n].clone()) for n in own], version)
 
 
+class Drowsy(Wrong):
+    """Has lost its weights when it wakes."""
+
+    async def wake(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.zero_()
+
+
 class Undying(Wrong):
     async def close(self) -> None:
         """Nothing happens."""
@@ -212,6 +220,7 @@ class Undying(Wrong):
         (Remembering, contract.nothing_cached_survives_an_update),
         (Deaf, contract.a_small_update_can_be_told_from_none),
         (Careless, contract.a_wrong_set_of_tensors_is_named_and_changes_nothing),
+        (Drowsy, contract.a_nap_changes_no_answer),
         (Undying, contract.closing_ends_what_runs_and_may_happen_twice),
     ],
     ids=lambda value: value.__name__,
