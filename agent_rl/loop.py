@@ -110,6 +110,7 @@ async def _train(config: RunConfig, setup: Setup, console: Console) -> Path:
             trajectories = collected.trajectories
             clock.lap("rollout")
             batch = update_batch(trajectories, config.chosen_algorithm)
+            await engine.sleep()
             plan, row = update(
                 learner,
                 batch,
@@ -121,6 +122,7 @@ async def _train(config: RunConfig, setup: Setup, console: Console) -> Path:
                 regularisers=state.regularisers,
                 decode=tokenizer.decode,
             )
+            await engine.wake()
             row |= {"canary_gap": await publisher.publish(step), "cursor": cursor}
             clock.lap("sync")
             if evaluation.is_due(step):

@@ -10,7 +10,7 @@ import torch
 
 from agent_rl.config import ConfigError
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def check_model_folder(path: str) -> Path:

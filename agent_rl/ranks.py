@@ -141,7 +141,7 @@ class LearnerRanks:
     ) -> StepReport:
         options = {"statistics": statistics, "rule": rule, "penalties": penalties}
         report: StepReport = self._all("call", "step", micro_batches, coefficient_T, logp_old_T, **options)
-        self.steps_taken += 1
+        self.steps_taken += report.num_steps
         return report
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:

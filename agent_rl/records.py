@@ -83,6 +83,7 @@ def update_metrics(
         "weighted": float((plan.omega_T != 1).double().mean()),  # share of tokens with omega other than 1
         "tokens_trained": plan.num_tokens if report else 0,  # N
         "optimizer_steps": report.num_steps if report else 0,
+        "skipped_steps": report.skipped_steps if report else 0,  # float16 alone: the gradient overflowed
         **_entropy_metrics(plan),
         **_correction_metrics(plan),
         **_penalty_metrics(penalties, report),

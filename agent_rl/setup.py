@@ -18,6 +18,7 @@ from rich.console import Console
 from agent_rl.config import ConfigError, RunConfig, differing_keys, validate
 from agent_rl.evaluation.suites import Part
 from agent_rl.evaluation.training import evaluation_parts
+from agent_rl.machine import check_engine, check_learner
 from agent_rl.models import chat_template, check_model_folder
 from agent_rl.seeds import shuffled_index
 from envs import EnvSpec, Limits, Resources, Task, TaskSource, ToolEnv, get
@@ -88,6 +89,8 @@ async def preflight(config: RunConfig, console: Console) -> Setup:
         )
     if config.cold_start.steps and spec.expert is None:
         raise ConfigError(f"cold_start.steps = {config.cold_start.steps}: {spec.id} has no expert to write traces")
+    check_engine(config.engine)
+    check_learner(config.learner, config.model.dtype)
     check_continues(config)
     parts = tuple(evaluation_parts(config, console, tasks))
     sandbox = await resolve(config.sandbox, lambda line: console.print(f"[bold yellow]{line}", soft_wrap=True))

@@ -141,6 +141,8 @@ def fit(
         micro_batches = learner.pack(chosen)
         # The ratio is 1, so the summed loss is -1; its gradient is that of the mean log-likelihood.
         learner.step(micro_batches, torch.full((num_tokens,), 1.0 / num_tokens), None)
+        if learner.steps_taken == step:
+            continue  # a float16 gradient overflowed: the same batch again, with the loss scaled less
         on_step(step + 1, functools.partial(_loss, learner, micro_batches, num_tokens))
 
 
@@ -166,13 +168,15 @@ def sft(
     """Fine-tune ``model`` on the traces of ``data`` into the model folder ``out``; a killed run goes on where it was.
 
     Raises:
-        ConfigError: no model, no traces, a bad row, or no trace within ``max_tokens``.
+        ConfigError: no model, no traces, a bad row, no trace within ``max_tokens``, or what this machine cannot do.
     """
+    from agent_rl.machine import check_learner
     from agent_rl.models import chat_template, check_model_folder, load_tokenizer
     from agent_rl.ranks import make_learner
 
     console = console or Console()
     check_model_folder(str(model))
+    check_learner(config, dtype)
     if out.exists():
         raise ConfigError(f"{out} exists already: choose another folder, or remove it")
     spoken = get_dialect(dialect) if dialect != "auto" else guess_dialect(chat_template(model)) or get_dialect("hermes")

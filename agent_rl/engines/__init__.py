@@ -29,6 +29,7 @@ def make_engine(config: EngineConfig, model: Path, dtype: str, *, seed: int) -> 
             max_num_seqs=config.max_num_seqs,
             kv_cache_gb=config.kv_cache_gb,
             seed=seed,
+            sleep=config.sleep,
         )
         return engine
     from agent_rl.engines.transformers import TransformersEngine

@@ -19,8 +19,26 @@ class PublishError(Exception):
     """New weights did not (all) arrive in the engine: the run must stop."""
 
 
+def room_after(prompt_ids: Sequence[int], *, max_model_len: int, vocabulary: int) -> int:
+    """How many tokens may follow the prompt, at least 1.
+
+    Raises:
+        ValueError: there is no room, no prompt, or an id that the model does not have.
+    """
+    wrong = [token for token in prompt_ids if not 0 <= token < vocabulary]
+    if wrong or not prompt_ids:
+        raise ValueError(f"prompt ids must be at least one, each in [0, {vocabulary}); got {wrong[:3]}")
+    room = max_model_len - len(prompt_ids)
+    if room < 1:
+        raise ValueError(
+            f"prompt of {len(prompt_ids)} tokens leaves no room under engine.max_model_len = {max_model_len}: "
+            "raise it, or lower rollout.max_episode_tokens"
+        )
+    return room
+
+
 class Engine(Protocol):
-    """A sampler of token ids. Every implementation passes ``tests/agent_rl/test_engines.py``."""
+    """A sampler of token ids. Every implementation passes ``agent_rl.engines.contract``."""
 
     max_model_len: int  # prompt and completion together
     weight_version: int  # version of the weights now in use; 0 for those loaded at start
@@ -42,8 +60,8 @@ class Engine(Protocol):
         """Sample one completion. Cancelling the awaiting task frees the slot.
 
         Raises:
-            ValueError: the prompt leaves no room under ``max_model_len``.
-            EngineFailure: the engine broke.
+            ValueError: the prompt leaves no room under ``max_model_len``, is empty, or has an id out of range.
+            EngineFailure: the engine broke or is closed.
         """
         ...
 
@@ -53,8 +71,18 @@ class Engine(Protocol):
         Caches made with older weights are dropped.
 
         Raises:
-            PublishError: a tensor is missing, unknown or of another shape.
+            PublishError: a tensor is missing, unknown or of another shape; the engine then goes on with the old ones.
         """
         ...
 
-    async def close(self) -> None: ...
+    async def sleep(self) -> None:
+        """Until ``wake`` no token is sampled, and an engine that was told to gives its memory away."""
+        ...
+
+    async def wake(self) -> None:
+        """Samples again, with the weights from before."""
+        ...
+
+    async def close(self) -> None:
+        """May be called twice; requests under way, and all later ones, end with ``EngineFailure``."""
+        ...

@@ -17,8 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agent_rl.engines.base import EngineFailure, PublishError
+from agent_rl.engines.base import EngineFailure, PublishError, room_after
 from agent_rl.types import FinishReason, Generation, Sampling
+
+CLOSED = "the transformers engine is closed"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,6 +51,7 @@ class TransformersEngine:
         self.weight_version = 0
         self._seats: set[str] = set()
         self._waiting: dict[str, _Request] = {}
+        self._closed = False
 
     async def start(self) -> None:
         return None
@@ -61,11 +64,10 @@ class TransformersEngine:
         self._decode_when_all_wait()
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Generation:
-        room = self.max_model_len - len(prompt_ids)
-        if room < 1:
-            raise ValueError(
-                f"prompt of {len(prompt_ids)} tokens leaves no room under max_model_len {self.max_model_len}"
-            )
+        if self._closed:
+            raise EngineFailure(CLOSED)
+        vocabulary = self.model.config.get_text_config().vocab_size
+        room = room_after(prompt_ids, max_model_len=self.max_model_len, vocabulary=vocabulary)
         if request_id in self._waiting:
             raise ValueError(f"request {request_id!r} is already waiting")
         limit = min(sampling.max_tokens, room)
@@ -88,21 +90,34 @@ class TransformersEngine:
 
     async def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         own = dict(self.model.named_parameters())
+        missing = dict(own)
+        taken: dict[str, Tensor] = {}  # of the whole set, before any is used: a refused one changes nothing
         for name, tensor in tensors:
-            parameter = own.pop(name, None)
+            parameter = missing.pop(name, None)
             if parameter is None:
-                raise PublishError(f"weights version {version}: the engine has no parameter {name!r}")
+                told = "was given twice" if name in own else "is none of the model's"
+                raise PublishError(f"weights version {version}: tensor {name!r} {told}")
             if parameter.shape != tensor.shape:
                 shapes = f"{tuple(tensor.shape)} instead of {tuple(parameter.shape)}"
                 raise PublishError(f"weights version {version}: {name!r} has shape {shapes}")
-            parameter.copy_(tensor)
-        if own:
-            raise PublishError(f"weights version {version}: {len(own)} parameters are missing, first {min(own)!r}")
+            taken[name] = tensor.detach().to(parameter, copy=True)
+        if missing:
+            raise PublishError(f"weights version {version}: {len(missing)} tensors are missing, first {min(missing)!r}")
+        for name, tensor in taken.items():
+            own[name].copy_(tensor)
         self.weight_version = version
 
+    async def sleep(self) -> None:
+        """It keeps its memory."""
+
+    async def wake(self) -> None:
+        """See ``sleep``."""
+
     async def close(self) -> None:
+        self._closed = True
         for request in self._waiting.values():
-            request.future.cancel()
+            if not request.future.done():
+                request.future.set_exception(EngineFailure(CLOSED))
         self._waiting.clear()
 
     def _decode_when_all_wait(self) -> None:
@@ -114,10 +129,11 @@ class TransformersEngine:
             block = wave[start : start + self.max_num_seqs]
             try:
                 self._decode(block)
-            except RuntimeError as error:  # torch's own, out of memory among them
+            except (RuntimeError, MemoryError) as error:  # torch's own, out of memory among them
+                hint = "; lower engine.max_num_seqs" if "memory" in f"{type(error).__name__} {error}".lower() else ""
                 for request in block:
                     if not request.future.done():
-                        request.future.set_exception(EngineFailure(f"transformers engine: {error}"))
+                        request.future.set_exception(EngineFailure(f"transformers engine: {error}{hint}"))
                 continue
             for request in block:
                 if not request.future.done():

@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 
 from agent_rl.config import ConfigError
-from agent_rl.engines.base import EngineFailure, PublishError
+from agent_rl.engines.base import EngineFailure, PublishError, room_after
 from agent_rl.types import FinishReason, Generation, Sampling
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class VllmEngine:
         kv_cache_gb: key-value cache, GiB.
         max_num_seqs: sequences decoded at once; more wait inside vLLM.
         seed: of requests that bring none.
+        sleep: ``sleep`` moves the weights to main memory and drops the cache; on a GPU only.
         enforce_eager: no compilation and no CUDA graphs; None means so on a CPU only, where compiling takes longer.
 
     Raises:
@@ -71,6 +72,7 @@ class VllmEngine:
         kv_cache_gb: float = 1.0,
         max_num_seqs: int = 64,
         seed: int = 0,
+        sleep: bool = False,
         enforce_eager: bool | None = None,
     ) -> None:
         if importlib.util.find_spec("vllm") is None:
@@ -88,6 +90,7 @@ class VllmEngine:
             "max_model_len": max_model_len,
             "max_num_seqs": max_num_seqs,
             "seed": seed,
+            "enable_sleep_mode": sleep,
             "enforce_eager": not on_gpu if enforce_eager is None else enforce_eager,
             "kv_cache_memory_bytes": int(kv_cache_gb * 2**30),
             # With an explicit cache this is only a check at start, which a learner on the same GPU would fail.
@@ -131,11 +134,6 @@ class VllmEngine:
     def leave(self, episode_id: str) -> None:
         """See ``join``."""
 
-    @property
-    def num_unfinished(self) -> int:
-        """Requests that vLLM has and has not answered."""
-        return self._llm.get_num_unfinished_requests() if self._llm else 0
-
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Generation:
         from vllm import SamplingParams
         from vllm.exceptions import VLLMClientError, VLLMServerError
@@ -143,15 +141,9 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
 
         llm = self._running()
-        room = self.max_model_len - len(prompt_ids)
-        if room < 1:
-            raise ValueError(
-                f"prompt of {len(prompt_ids)} tokens leaves no room under max_model_len {self.max_model_len}"
-            )
+        # vLLM checks ids only where it has a tokenizer; else one out of range kills its process.
         vocabulary = llm.model_config.get_vocab_size()
-        wrong = [token for token in prompt_ids if not 0 <= token < vocabulary]
-        if wrong or not prompt_ids:  # vLLM checks ids only where it has a tokenizer, else such an id kills its process
-            raise ValueError(f"prompt ids must be at least one, each in [0, {vocabulary}); got {wrong[:3]}")
+        room = room_after(prompt_ids, max_model_len=self.max_model_len, vocabulary=vocabulary)
         parameters = SamplingParams(
             max_tokens=min(sampling.max_tokens, room),
             temperature=sampling.temperature,
@@ -201,6 +193,17 @@ class VllmEngine:
                     raise PublishError(self._fault) from error
                 raise
         self.weight_version = version
+
+    async def sleep(self) -> None:
+        """Requests under way end first, later ones wait for ``wake``."""
+        if self._arguments["enable_sleep_mode"]:
+            llm = self._running()
+            await _answered(llm, llm.sleep(level=1, mode="wait"))
+
+    async def wake(self) -> None:
+        if self._arguments["enable_sleep_mode"]:
+            llm = self._running()
+            await _answered(llm, llm.wake_up())
 
     async def close(self) -> None:
         """May be called twice; requests under way end with ``EngineFailure``."""
@@ -313,7 +316,7 @@ async def _load(llm: AsyncLLM, path: str, layout: list[tuple[str, str, list[int]
     await _answered(llm, llm.resume_generation())
 
 
-async def _answered(llm: AsyncLLM, call: Coroutine[Any, Any, None]) -> None:
+async def _answered(llm: AsyncLLM, call: Coroutine[Any, Any, object]) -> None:
     """The control call has returned. Raises ``EngineFailure`` if the engine died: vLLM then leaves calls unanswered."""
     task = asyncio.ensure_future(call)
     try:

@@ -21,7 +21,7 @@ from typing import Any
 import aiohttp
 import torch
 
-from agent_rl.engines.base import EngineFailure, PublishError
+from agent_rl.engines.base import EngineFailure, PublishError, room_after
 from agent_rl.engines.vllm import parameter_shapes, shared_file, write_tensors
 from agent_rl.errors import ConfigError
 from agent_rl.types import FinishReason, Generation, Sampling
@@ -96,14 +96,7 @@ class VllmServerEngine:
         """See ``join``."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Generation:
-        room = self.max_model_len - len(prompt_ids)
-        if room < 1:
-            raise ValueError(
-                f"prompt of {len(prompt_ids)} tokens leaves no room under max_model_len {self.max_model_len}"
-            )
-        wrong = [token for token in prompt_ids if not 0 <= token < self._vocabulary]
-        if wrong or not prompt_ids:
-            raise ValueError(f"prompt ids must be at least one, each in [0, {self._vocabulary}); got {wrong[:3]}")
+        room = room_after(prompt_ids, max_model_len=self.max_model_len, vocabulary=self._vocabulary)
         body = {
             "model": self._served_name,
             "prompt": list(prompt_ids),
@@ -157,6 +150,12 @@ class VllmServerEngine:
             await asyncio.gather(*(load(server) for server in self._alive()))
         self._alive()
         self.weight_version = version
+
+    async def sleep(self) -> None:
+        """Servers have GPUs of their own."""
+
+    async def wake(self) -> None:
+        """See ``sleep``."""
 
     async def close(self) -> None:
         """The servers stay; may be called twice."""

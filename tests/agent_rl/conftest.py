@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 from rich.console import Console
+from vllm_process import vllm_process
 
 from agent_rl.codec import ChatCodec
 from agent_rl.cold_start import expert_texts
@@ -47,6 +48,14 @@ def tiny_model(tiny_folder: Path) -> Any:
 @pytest.fixture(scope="session")
 def codec(tiny_folder: Path, setup: Setup) -> ChatCodec:
     return ChatCodec(load_tokenizer(tiny_folder), system_text=setup.system_text)
+
+
+@pytest.fixture(scope="session")
+def vllm_server(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
+    """URL and process id; ``test_engine_server``, the last to use it, kills it."""
+    log = tmp_path_factory.mktemp("server") / "log"
+    with vllm_process(tiny_folder, log, max_model_len=320, max_num_seqs=8) as server:
+        yield server
 
 
 @pytest_asyncio.fixture

@@ -1,4 +1,4 @@
-"""vLLM against transformers on SmolLM2-135M in float32: same ids, same logprobs, before and after new weights."""
+"""vLLM beyond the contract: a pretrained model, weights that change or fail in mid-request, a process that dies."""
 
 from __future__ import annotations
 
@@ -130,27 +130,15 @@ async def test_greedy_ids_are_those_of_transformers(engine: VllmEngine, referenc
         assert gap(reference, prompt, result) < TOLERANCE
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
 async def test_logprobs_are_those_of_the_distribution_sampled_from(
-    engine: VllmEngine, reference: Any, text_ids: list[int], temperature: float
+    engine: VllmEngine, reference: Any, text_ids: list[int]
 ) -> None:
-    prompt = text_ids[:50]
+    prompt, temperature = text_ids[:50], 0.7
     sampling = Sampling(max_tokens=48, temperature=temperature, seed=11)
     result = await engine.generate(prompt, sampling, request_id="sampled")
     assert len(result.token_ids) == 48
     assert gap(reference, prompt, result, temperature) < TOLERANCE
     assert gap(reference, prompt, result, temperature * 1.05) > 10 * TOLERANCE  # the comparison sees temperature
-
-
-async def test_same_seed_gives_same_ids_alone_and_in_a_batch(engine: VllmEngine, text_ids: list[int]) -> None:
-    async def sample(seed: int) -> Generation:
-        sampling = Sampling(max_tokens=32, seed=seed)
-        return await engine.generate(text_ids[: 20 + seed], sampling, request_id=f"seed-{seed}")
-
-    alone = await sample(3)
-    batch = await asyncio.gather(*map(sample, range(8)))
-    assert batch[3].token_ids == alone.token_ids
-    assert len({result.token_ids for result in batch}) == 8
 
 
 async def test_seeded_prompts_beyond_one_forward_pass_do_not_kill_the_engine(
@@ -162,21 +150,6 @@ async def test_seeded_prompts_beyond_one_forward_pass_do_not_kill_the_engine(
 
     results = await asyncio.gather(*map(sample, range(1, 4)))
     assert [len(result.token_ids) for result in results] == [2, 2, 2]
-
-
-async def test_concurrent_requests_come_back_to_their_callers(
-    engine: VllmEngine, reference: Any, text_ids: list[int]
-) -> None:
-    prompts = [text_ids[i : i + 5 + 9 * i] for i in range(12)]  # more than max_num_seqs
-    results = await asyncio.gather(
-        *(
-            engine.generate(prompt, Sampling(max_tokens=3 + i % 7, seed=i), request_id=f"caller-{i}")
-            for i, prompt in enumerate(prompts)
-        )
-    )
-    for i, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
-        assert len(result.token_ids) == 3 + i % 7
-        assert gap(reference, prompt, result) < TOLERANCE
 
 
 async def test_stop_id_is_the_last_id_and_only_given_ones_stop(
@@ -195,61 +168,10 @@ async def test_stop_id_is_the_last_id_and_only_given_ones_stop(
     assert len(stopped.logprobs) == place + 1
 
 
-async def test_prompt_that_leaves_no_room_is_refused_with_both_numbers(engine: VllmEngine, text_ids: list[int]) -> None:
-    full = text_ids[:MAX_MODEL_LEN]
-    with pytest.raises(ValueError, match=r"prompt of 400 tokens .* max_model_len 400"):
-        await engine.generate(full, Sampling(max_tokens=1), request_id="full")
-    result = await engine.generate(full[:-1], Sampling(max_tokens=9), request_id="one")
-    assert (len(result.token_ids), result.finish_reason) == (1, "length")
-
-
-@pytest.mark.parametrize("prompt", [[], [5, 49152], [5, -1]], ids=["empty", "beyond-vocabulary", "negative"])
-async def test_impossible_prompt_is_refused_and_the_engine_lives(engine: VllmEngine, prompt: list[int]) -> None:
-    with pytest.raises(ValueError, match=r"at least one, each in \[0, 49152\)"):
-        await engine.generate(prompt, Sampling(max_tokens=2), request_id="impossible")
-    result = await engine.generate([5], Sampling(max_tokens=2), request_id="after")
-    assert len(result.token_ids) == 2
-
-
-async def test_cancelled_requests_free_their_slots(engine: VllmEngine, text_ids: list[int]) -> None:
-    sampling = Sampling(max_tokens=300, seed=1)
-    tasks = [
-        asyncio.create_task(engine.generate(text_ids[i : i + 9], sampling, request_id=f"cancelled-{i}"))
-        for i in range(12)  # 8 run, 4 wait
-    ]
-    await asyncio.sleep(1.0)
-    assert engine.num_unfinished == 12
-    for task in tasks:
-        task.cancel()
-    assert all(isinstance(e, asyncio.CancelledError) for e in await asyncio.gather(*tasks, return_exceptions=True))
-    assert engine.num_unfinished == 0
-    # All slots were taken: this one runs now only because they were given back inside vLLM too.
-    result = await asyncio.wait_for(
-        engine.generate(text_ids[:9], Sampling(max_tokens=2), request_id="next"), timeout=5.0
-    )
-    assert len(result.token_ids) == 2
-
-
 @pytest_asyncio.fixture(loop_scope="module")
 async def _first_weights_again(engine: VllmEngine, reference: Any) -> AsyncIterator[None]:
     yield
     await engine.update_weights(reference.named_parameters(), engine.weight_version + 1)
-
-
-@pytest.mark.usefixtures("_first_weights_again")
-async def test_new_weights_replace_all_old_ones_and_what_was_cached_with_them(
-    engine: VllmEngine, reference: Any, changed: Any, text_ids: list[int]
-) -> None:
-    prompt, sampling = text_ids[:300], Sampling(max_tokens=16, seed=4)
-    old = await engine.generate(prompt, sampling, request_id="old")  # its prompt is now in the prefix cache
-    assert gap(reference, prompt, old) < TOLERANCE
-    assert gap(changed, prompt, old) > 0.1  # the two models differ by far more than the tolerance
-    version = old.weight_version + 1
-    await engine.update_weights(changed.named_parameters(), version)
-    new = await engine.generate(prompt, sampling, request_id="new")
-    assert gap(changed, prompt, new) < TOLERANCE
-    assert new.weight_version == version == engine.weight_version
-    assert shared_files() == []
 
 
 @pytest.mark.usefixtures("_first_weights_again")
@@ -274,6 +196,9 @@ async def test_update_cancelled_while_requests_finish_changes_nothing(
     engine: VllmEngine, reference: Any, changed: Any, text_ids: list[int]
 ) -> None:
     version = engine.weight_version
+    with pytest.raises(PublishError, match="tensors are missing"):
+        await engine.update_weights(list(changed.named_parameters())[1:], version + 1)
+    assert shared_files() == []
     running = asyncio.create_task(engine.generate(text_ids[:20], Sampling(max_tokens=120, seed=1), request_id="long"))
     update = asyncio.create_task(engine.update_weights(changed.named_parameters(), version + 1))
     await asyncio.sleep(2.0)
@@ -286,37 +211,6 @@ async def test_update_cancelled_while_requests_finish_changes_nothing(
     assert (after.weight_version, engine.weight_version) == (version, version)
     assert gap(reference, text_ids[:20], after) < TOLERANCE
     await running
-
-
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("missing", r"1 tensors are missing, first 'model\.layers\.4\.mlp\.up_proj\.weight'"),
-        ("unknown", r"tensor 'lm_head\.weight' is none of the model's"),
-        ("shape", r"'model\.norm\.weight' has shape \(575,\) instead of \(576,\)"),
-        ("twice", r"tensor 'model\.norm\.weight' was given twice"),
-    ],
-)
-async def test_wrong_set_of_tensors_is_named_and_the_engine_goes_on(
-    engine: VllmEngine, reference: Any, changed: Any, text_ids: list[int], fault: str, message: str
-) -> None:
-    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in changed.named_parameters():
-            if fault == "missing" and name == "model.layers.4.mlp.up_proj.weight":
-                continue
-            yield name, tensor[:575] if fault == "shape" and name == "model.norm.weight" else tensor
-        if fault == "unknown":
-            yield "lm_head.weight", changed.lm_head.weight
-        if fault == "twice":
-            yield "model.norm.weight", changed.model.norm.weight
-
-    version = engine.weight_version
-    with pytest.raises(PublishError, match=message):
-        await engine.update_weights(tensors(), version + 1)
-    assert shared_files() == []
-    result = await engine.generate(text_ids[:30], Sampling(max_tokens=8, seed=2), request_id="still")
-    assert result.weight_version == version
-    assert gap(reference, text_ids[:30], result) < TOLERANCE
 
 
 async def test_dead_process_fails_what_waits_for_it_instead_of_hanging(

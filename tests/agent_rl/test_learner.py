@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agent_rl.config import ConfigError, LearnerConfig, LoraSettings, load_config
+from agent_rl.errors import LearnerFailure
 from agent_rl.learner import Learner
 from agent_rl.models import load_model, load_tokenizer
 from agent_rl.pack import SampledSequence
@@ -124,6 +125,28 @@ def test_settings_that_cannot_be_are_refused(overrides: list[str], complaint: st
 def test_an_adapter_for_layers_that_are_not_there_is_refused(tiny_folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"learner\.lora\.targets = \['nope'\]"):
         stepped(tiny_folder, 0, lora=LoraSettings(rank=2, targets=("nope",)))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")])
+@pytest.mark.parametrize("method", ["score", "step"])
+def test_running_out_of_memory_names_the_settings(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, method: str
+) -> None:
+    learner, _ = stepped(tiny_folder, 0)
+
+    def full(*inputs: Any, **settings: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(learner, "engine", full)
+    packed = learner.pack(SEQUENCES)
+    call = {
+        "score": lambda: learner.score(packed, NUM_TOKENS),
+        "step": lambda: learner.step(packed, torch.full((NUM_TOKENS,), 1 / NUM_TOKENS), None),
+    }[method]
+    with pytest.raises(LearnerFailure, match=rf"in {method} .* lower learner\.micro_tokens or learner\.chunk_tokens"):
+        call()
+    monkeypatch.undo()
+    learner.close()
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
