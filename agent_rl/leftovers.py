@@ -1,8 +1,8 @@
 """Groups that outlive the step which began them: what is left over goes on beside the update and is trained later.
 
-A step takes the oldest complete groups first. It begins as many new prompts as are missing, so what is in play is
-bounded, and it waits for a group under way that would be too stale in the next step: a long episode is late, never lost
-for being long. Too stale become only complete groups, where so many are left over that their turn does not come
+A step begins as many new prompts as are missing to ``prompts * (1 + oversample)`` groups in play, and takes the oldest
+complete ones. It waits for a group under way that would be too stale in the next step: a long episode is late, never
+lost for being long. Too stale become only complete groups, where so many are left over that their turn does not come
 (``rollout.oversample`` above ``rollout.max_staleness``). They are dropped, and their prompts begun anew.
 """
 
@@ -131,9 +131,8 @@ class Leftovers:
         self._again.extendleft(group.cursor for group in reversed(dropped))
         begun = 0
         for _ in range(self._config.max_rounds):
-            missing = wanted - self._num_informative
-            under_way = sum(not group.is_complete for group in self._groups)
-            number = max(0, math.ceil(missing * (1 + self._config.oversample)) - under_way)
+            in_play = sum(not group.is_complete or group.is_informative for group in self._groups)
+            number = max(0, math.ceil(wanted * (1 + self._config.oversample)) - in_play)
             for place in range(begun, begun + number):
                 self._begin(step, place, version)
             begun += number
