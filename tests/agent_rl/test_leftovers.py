@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from agent_rl.collect import Collected, Collector
 from agent_rl.config import RolloutConfig
 from agent_rl.leftovers import Leftovers
 from agent_rl.plan import update_batch
-from agent_rl.records import leftover_metrics
+from agent_rl.records import leftover_metrics, trajectory_record
+from agent_rl.report import episode_text
 from agent_rl.rollout import TooManyFailures
 from agent_rl.types import Trajectory, Turn, WeightChange
 from envs.types import ModelTurn, Task, TurnResult
@@ -333,6 +335,10 @@ def test_versions_and_staleness_are_those_of_the_worked_example() -> None:
     crossed = trajectory_of(first, second)
     assert crossed.weight_versions == (3, 3, 4, 4)
     fresh = trajectory_of(Turn(start=1, end=5, weight_version=5, finish_reason="stop"), member=1, reward=1.0)
+    record = trajectory_record(crossed, 6)
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "")
+    assert "\nweights 3 from token 2, 4 from token 4, 4 from token 7\n" in episode_text(record, tokenizer).plain
+    assert "weights" not in episode_text(trajectory_record(fresh, 6), tokenizer).plain
     collected = Collected(
         trajectories=(crossed, fresh), groups_carried=1, groups_waiting=2, groups_dropped=1, dropped_tokens=(4, 6)
     )
