@@ -253,6 +253,7 @@ def check_step(collected: Collected, step: int, config: dict[str, Any], answer: 
             assert step - 1 - min(trajectory.weight_versions) <= config["max_staleness"]
         if scored:
             oldest.append(min(min(t.weight_versions) for t in scored))
+    assert oldest == sorted(oldest)
     assert len(collected.dropped_tokens) >= 3 * collected.groups_dropped
     assert len({t.group for t in update_batch(collected.trajectories).trajectories}) <= config["prompts"]
 
