@@ -127,6 +127,16 @@ def test_a_completion_that_crosses_an_update_says_so_in_its_trajectory() -> None
     assert [-1.0 - v for v in crossed.weight_versions] == list(crossed.logprobs[2:])
 
 
+def test_the_age_of_a_group_is_that_of_its_oldest_token_and_not_of_its_lost_attempts() -> None:
+    # Prompts 1 and 2 are under way at the update, 5 s after 3 s. The members of 1 are lost then and tried again by the
+    # new weights; those of 2 began with the old ones. So 2 comes first, and 1 is not too stale in step 3.
+    seconds = {"000001-0001-000-0": 9, "000001-0001-001-0": 9, "000001-0002-000-0": 10, "000001-0002-001-0": 10}
+    lost = {"000001-0001-000-0", "000001-0001-001-0"}
+    done, _ = steps(Run(lambda r: seconds.get(r, 3), fails=lambda r: r in lost, prompts=1, oversample=2.0), 3)
+    assert [places(c) for c in done] == [[0], [2], [1]]
+    assert done[2].groups_dropped == 0
+
+
 def test_what_no_step_has_taken_in_time_is_dropped_reported_and_begun_anew() -> None:
     # Six groups a step, all at once ready; two are wanted; a group may be one version behind.
     done, leftovers = steps(Run(prompts=2, oversample=2.0), 3)
@@ -154,6 +164,7 @@ def test_the_last_step_cancels_the_rest_reports_its_lengths_and_leaves_it_pendin
         async with last.open() as leftovers:
             collected = await leftovers.collect(1, is_last=True)
             last.assert_nothing_is_left()
+            assert asyncio.get_running_loop().time() < 10  # nobody waited for the long ones
         assert places(collected) == [0, 1]
         assert leftovers.pending == (2, 3)
         assert len(collected.cancelled_tokens) == 4
@@ -308,6 +319,7 @@ def test_a_cancelled_step_leaves_nothing() -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        assert asyncio.get_running_loop().time() == 10
         a_run.assert_nothing_is_left()
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
