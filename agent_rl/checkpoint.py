@@ -23,10 +23,11 @@ class RunState:
     """Beside weights and optimizer (in the same folder, by the learner)."""
 
     step: int  # steps done
-    cursor: int  # prompts consumed
+    cursor: int  # prompts begun: all consumed but the pending ones
     seed: int
     controllers: dict[str, Controller]  # by scenario
     regularisers: RegulariserState = field(default_factory=RegulariserState)
+    pending: tuple[int, ...] = ()  # places before the cursor of prompts begun and not yet consumed, oldest first
 
 
 def folders(root: Path) -> list[Path]:
@@ -57,6 +58,7 @@ def read_state(folder: Path) -> RunState:
         data = json.loads((folder / "state.json").read_text())
         controllers = {name: Controller.from_dict(state) for name, state in data["controllers"].items()}
         regularisers = RegulariserState.from_dict(data["regularisers"])
-        return RunState(**{**data, "controllers": controllers, "regularisers": regularisers})
+        pending = tuple(data["pending"])
+        return RunState(**{**data, "controllers": controllers, "regularisers": regularisers, "pending": pending})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"checkpoint {folder} is damaged ({error}): remove it to go on from an older one") from None

@@ -21,6 +21,11 @@ class Collected:
 
     trajectories: tuple[Trajectory, ...]  # by group, member and attempt; the lost attempts among them (void)
     cancelled_tokens: tuple[int, ...] = ()  # tokens that each rollout had when it was no longer wanted
+    # Of ``rollout.leftovers = "keep"`` (``agent_rl.leftovers``) alone:
+    groups_carried: int = 0  # groups among the trajectories that an earlier step began
+    groups_waiting: int = 0  # groups begun and not among them: left over for a later step
+    groups_dropped: int = 0  # groups too stale to be trained, begun anew
+    dropped_tokens: tuple[int, ...] = ()  # tokens of each of their rollouts
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,7 +123,7 @@ class Collector:
         while following is not None:
             task, place = following
             try:
-                trajectory = await self._episode(task, place, run)
+                trajectory = await self.episode(task, place, run.under_way)
                 run.done.append((place, trajectory))
                 if trajectory.is_void and place.attempt < self._config.max_refills:
                     following = (task, replace(place, attempt=place.attempt + 1))
@@ -133,9 +138,18 @@ class Collector:
             finally:
                 self._engine.leave(place.episode_id)
 
-    async def _episode(self, task: Task, place: Place, run: _Run) -> Trajectory:
+    async def episode(self, task: Task, place: Place, under_way: dict[str, int]) -> Trajectory:
+        """One rollout, lost or not; the caller has joined the engine under its id, and leaves it.
+
+        Args:
+            under_way: has the episode's number of tokens under its id until it ends by itself.
+
+        Raises:
+            TooManyFailures: with this one, ``config.max_failures`` episodes in a row were lost on our side.
+        """
+
         def watch(num_tokens: int) -> None:
-            run.under_way[place.episode_id] = num_tokens
+            under_way[place.episode_id] = num_tokens
 
         trajectory = await run_episode(
             self._make_env(),
@@ -148,7 +162,7 @@ class Collector:
             watch=watch,
             generate_s=self._config.wall_s,
         )
-        run.under_way.pop(place.episode_id, None)
+        under_way.pop(place.episode_id, None)
         self._failures_in_a_row = self._failures_in_a_row + 1 if trajectory.is_void else 0
         if self._failures_in_a_row >= self._config.max_failures and trajectory.failure is not None:
             failure = trajectory.failure

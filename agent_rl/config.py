@@ -89,11 +89,12 @@ class RolloutConfig(Section):
     oversample: float = Field(
         0.0,
         ge=0,
-        description="share of groups begun beyond the wanted; the rest is cancelled when enough differ inside",
+        description="share of groups begun beyond the wanted; `leftovers` says what happens when enough differ inside",
     )
     leftovers: Literal["cancel", "keep"] = Field(
-        "cancel", description="rollouts begun and not yet needed: cancelled, or kept for the next step"
+        "cancel", description="what becomes of the rest then; keep: it goes on beside the update, for the next step"
     )
+    max_staleness: int = Field(1, ge=1, description="versions of the weights that a kept group's tokens may be behind")
     concurrency: int | None = Field(
         None, ge=1, description="episodes at once; at most sandbox.size where tools keep a sandbox for the episode"
     )
@@ -335,6 +336,25 @@ class RunConfig(Section):
             raise ValueError(f"{names} of algorithm need stare.score 'exact': 'reuse' knows no entropy in time")
         if "kl_cov" in algorithm.regularisers and self.stare.mini_batches == 1:
             raise ValueError("regulariser kl_cov acts from a batch's second step on: it needs stare.mini_batches > 1")
+        return self
+
+    @model_validator(mode="after")
+    def _leftovers_fit(self) -> RunConfig:
+        if self.rollout.leftovers == "keep" and self.engine.sleep:
+            raise ValueError("rollout.leftovers 'keep' samples during the update: it needs engine.sleep false")
+        if self.rollout.leftovers == "cancel":
+            return self
+        if self.engine.kind != "vllm":
+            raise ValueError(
+                f"rollout.leftovers 'keep' needs engine.kind 'vllm', not {self.engine.kind!r}: it alone takes weights "
+                "under running episodes and says which made which token"
+            )
+        if not self.rollout.oversample:
+            raise ValueError("rollout.leftovers 'keep' needs rollout.oversample above 0: without it nothing is left")
+        if self.stare.score == "reuse":
+            raise ValueError(
+                "rollout.leftovers 'keep' needs stare.score 'exact': 'reuse' takes older weights' logprobs for current"
+            )
         return self
 
     @model_validator(mode="after")

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -24,16 +26,19 @@ from agent_rl.collect import Collected, Collector
 from agent_rl.config import RunConfig
 from agent_rl.engines import make_engine
 from agent_rl.evaluation.training import TrainingEvaluation
+from agent_rl.leftovers import Leftovers
 from agent_rl.models import load_tokenizer
 from agent_rl.plan import Plan, UpdateBatch, update_batch
 from agent_rl.progress import Clock, StepProgress
 from agent_rl.publish import Publisher
 from agent_rl.ranks import AnyLearner, make_learner
-from agent_rl.records import RunRecords, rollout_metrics, trajectory_record
+from agent_rl.records import RunRecords, leftover_metrics, rollout_metrics, trajectory_record
 from agent_rl.regularisers import RegulariserState
 from agent_rl.setup import Setup, keep_tokenizer, open_run, preflight
 from agent_rl.types import Trajectory
 from agent_rl.update import start_controllers, update
+
+Result = TypeVar("Result")
 
 
 def train(config: RunConfig, console: Console | None = None) -> Path:
@@ -70,7 +75,10 @@ async def _train(config: RunConfig, setup: Setup, console: Console) -> Path:
         )
         stack.callback(learner.close)
         state = restore(folder, config, learner, console)
-        engine = make_engine(config.engine, source, config.model.dtype, seed=config.seed)
+        keeps = config.rollout.leftovers == "keep"
+        # Left before the learner is closed: a step that was interrupted ends first.
+        beside = stack.enter_context(ThreadPoolExecutor(1, "learner")) if keeps else None
+        engine = make_engine(config.engine, source, config.model.dtype, seed=config.seed, change_midway=keeps)
         stack.push_async_callback(engine.close)
         await engine.start()
         publisher = Publisher(engine, learner, codec, temperature=config.rollout.temperature)
@@ -87,6 +95,18 @@ async def _train(config: RunConfig, setup: Setup, console: Console) -> Path:
             seed=config.seed,
             on_episode=progress.episode_done,
         )
+        leftovers: Leftovers | None = None
+        if keeps:
+            leftovers = await stack.enter_async_context(
+                Leftovers(
+                    collector,
+                    task_at=setup.task,
+                    engine=engine,
+                    config=config.rollout,
+                    cursor=state.cursor,
+                    pending=state.pending,
+                )
+            )
         evaluation = TrainingEvaluation(
             config,
             setup.evaluation,
@@ -106,12 +126,16 @@ async def _train(config: RunConfig, setup: Setup, console: Console) -> Path:
         while state.step < config.steps and not evaluation.has_stalled:
             step, clock = state.step + 1, Clock()
             progress.start_episodes(config.rollout.prompts * config.rollout.group)
-            collected, cursor = await collect(collector, setup, config, step, state.cursor)
+            if leftovers is None:
+                collected, cursor = await collect(collector, setup, config, step, state.cursor)
+            else:
+                collected = await leftovers.collect(step, is_last=step == config.steps)
+                cursor = leftovers.cursor
             trajectories = collected.trajectories
             clock.lap("rollout")
             batch = update_batch(trajectories, config.chosen_algorithm)
-            await engine.sleep()
-            plan, row = update(
+            learn = partial(
+                update,
                 learner,
                 batch,
                 trajectories,
@@ -122,6 +146,8 @@ async def _train(config: RunConfig, setup: Setup, console: Console) -> Path:
                 regularisers=state.regularisers,
                 decode=tokenizer.decode,
             )
+            await engine.sleep()
+            plan, row = await done_by(beside, learn)
             await engine.wake()
             row |= {"canary_gap": await publisher.publish(step), "cursor": cursor}
             clock.lap("sync")
@@ -130,14 +156,25 @@ async def _train(config: RunConfig, setup: Setup, console: Console) -> Path:
                 clock.lap("evaluation")
             if plan:
                 state = replace(state, controllers=dict(plan.controllers), regularisers=plan.regularisers)
-            state = replace(state, step=step, cursor=cursor)
+            pending = leftovers.pending if leftovers else ()
+            state = replace(state, step=step, cursor=cursor, pending=pending)
+            if leftovers is not None:
+                row |= leftover_metrics(batch, collected, version=step - 1)
             row = rollout_metrics(trajectories, batch, collected.cancelled_tokens) | row | clock.row()
             records.write(step, row, sampled_records(trajectories, batch, plan, step, config.records.trajectories))
             if step % config.checkpoint.every == 0 or step == config.steps or evaluation.has_stalled:
-                checkpoint.save(folder / "checkpoints", state, learner.save, keep=config.checkpoint.keep)
+                save = partial(
+                    checkpoint.save, folder / "checkpoints", state, learner.save, keep=config.checkpoint.keep
+                )
+                await done_by(beside, save)
             progress.step_done(step, row)
         learner.export(folder / "model", tokenizer)
     return folder
+
+
+async def done_by(thread: Executor | None, work: Callable[[], Result]) -> Result:
+    """What ``work`` returns: done here and now, or in ``thread`` while the episodes of this event loop go on."""
+    return work() if thread is None else await asyncio.get_running_loop().run_in_executor(thread, work)
 
 
 def restore(folder: Path, config: RunConfig, learner: AnyLearner, console: Console) -> RunState:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from agent_rl.collect import Collected
 from agent_rl.learner import StepReport
 from agent_rl.plan import DEFAULT_SCENARIO, Plan, UpdateBatch
 from agent_rl.regularisers import Penalty
@@ -56,6 +57,23 @@ def rollout_metrics(
     for stop, count in sorted(Counter(t.stop for t in trajectories).items()):
         row[f"stop/{stop}"] = count
     return row
+
+
+def leftover_metrics(batch: UpdateBatch, collected: Collected, *, version: int) -> Row:
+    """Of ``rollout.leftovers = "keep"``; ``version`` is that of the weights which the update starts from.
+
+    The staleness of a sampled token is how many versions of the weights that made it are behind.
+    """
+    staleness_T = [version - made for t in batch.trajectories for made in t.weight_versions]
+    return {
+        "staleness_mean": _mean(staleness_T),  # over the sampled tokens of the update batch
+        "staleness_max": max(staleness_T, default=None),
+        "stale_tokens": _mean([float(staleness > 0) for staleness in staleness_T]),  # share of the same
+        "groups_carried": collected.groups_carried,  # of this step, begun by an earlier one
+        "groups_waiting": collected.groups_waiting,  # left over for a later step, complete or under way
+        "groups_dropped": collected.groups_dropped,  # too stale to be trained, begun anew
+        "dropped_tokens": _mean(collected.dropped_tokens),  # of each of their rollouts; beside tokens_episode: the bias
+    }
 
 
 def update_metrics(
@@ -186,6 +204,7 @@ def trajectory_record(
         "loss_mask": [int(flag) for flag in trajectory.loss_mask],
         "logprobs": [round(value, 6) for value in trajectory.logprobs],
         "turns": [[turn.start, turn.end, turn.weight_version, turn.call_statuses] for turn in trajectory.turns],
+        "weight_changes": [change for turn in trajectory.turns for change in turn.weight_changes],  # position, version
         "coefficients": None if coefficients is None else [float(f"{value:.6g}") for value in coefficients],
         "seconds": trajectory.seconds,
     }

@@ -62,7 +62,11 @@ def episode_text(record: dict[str, Any], tokenizer: Any) -> Text:
     text.append(f"episode of step {record['step']}, task {record['task']}: reward {record['reward']:.2f}, ")
     text.append(f"stop {record['stop']} (")
     text.append("green: sampled and trained", style="bold green")
-    text.append(", dim: prompt, template and tool output)\n\n")
+    text.append(", dim: prompt, template and tool output)\n")
+    spans = sorted([(turn[0], turn[2]) for turn in record["turns"]] + [*map(tuple, record.get("weight_changes", ()))])
+    if len({version for _, version in spans}) > 1:
+        text.append("weights " + ", ".join(f"{version} from token {start}" for start, version in spans) + "\n")
+    text.append("\n")
     ids, mask = record["token_ids"], record["loss_mask"]
     start = 0
     for end in range(1, len(ids) + 1):

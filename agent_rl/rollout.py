@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from agent_rl.engines.base import EngineFailure
 from agent_rl.seeds import derive_seed
-from agent_rl.types import Generation, Sampling, Trajectory, Turn
+from agent_rl.types import Generation, Sampling, Trajectory, Turn, WeightChange
 from envs.types import Failure, Message, ModelTurn, Opening, Stop, Task, TurnResult
 
 if TYPE_CHECKING:
@@ -146,6 +146,7 @@ async def run_episode(
                     weight_version=generation.weight_version,
                     finish_reason=generation.finish_reason,
                     call_statuses=tuple(call.status for call in result.calls),
+                    weight_changes=tuple(WeightChange(start + p, v) for p, v in generation.weight_changes),
                 )
             )
             messages += result.messages

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from itertools import pairwise
+from typing import Literal, NamedTuple
 
 from envs.types import Failure, Message, Stop, Task
 
@@ -21,6 +22,13 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()  # a hit is included as the last id
 
 
+class WeightChange(NamedTuple):
+    """New weights that arrived in mid-completion."""
+
+    position: int  # of the first token that they made
+    version: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
     """What an engine sampled, token for token."""
@@ -29,6 +37,7 @@ class Generation:
     logprobs: tuple[float, ...]  # [L] nats, of the distribution sampled from (after temperature)
     finish_reason: FinishReason
     weight_version: int  # version of the weights that made the first of these tokens
+    weight_changes: tuple[WeightChange, ...] = ()  # in order; positions count from 0 here; empty: one version made all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +46,10 @@ class Turn:
 
     start: int  # position of its first sampled id in ``Trajectory.token_ids``
     end: int
-    weight_version: int
+    weight_version: int  # version of the weights that made its first token
     finish_reason: FinishReason
     call_statuses: tuple[str, ...] = ()  # status of every tool-call attempt in this turn
+    weight_changes: tuple[WeightChange, ...] = ()  # as of the generation; positions in ``Trajectory.token_ids``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,3 +82,17 @@ class Trajectory:
     @property
     def num_sampled(self) -> int:
         return sum(self.loss_mask)
+
+    @property
+    def weight_versions(self) -> tuple[int, ...]:
+        """[num_sampled] version of the weights that made each sampled token. Worked example::
+
+        turns      [2, 5) version 3, from position 4 on 4; [7, 8) version 4
+        versions   3 3 4 4
+        """
+        versions: list[int] = []
+        for turn in self.turns:
+            spans = [WeightChange(turn.start, turn.weight_version), *turn.weight_changes, WeightChange(turn.end, -1)]
+            for span, following in pairwise(spans):
+                versions += [span.version] * (following.position - span.position)
+        return tuple(versions)

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 __all__ = ["Engine", "EngineFailure", "PublishError", "make_engine"]
 
 
-def make_engine(config: EngineConfig, model: Path, dtype: str, *, seed: int) -> Engine:
-    """The engine that ``config.kind`` names, not yet started."""
+def make_engine(config: EngineConfig, model: Path, dtype: str, *, seed: int, change_midway: bool = False) -> Engine:
+    """The engine that ``config.kind`` names, not yet started; ``change_midway`` is ``VllmEngine``'s."""
     if config.kind == "vllm_server":
         from agent_rl.engines.vllm_server import VllmServerEngine
 
@@ -30,6 +30,7 @@ def make_engine(config: EngineConfig, model: Path, dtype: str, *, seed: int) -> 
             kv_cache_gb=config.kv_cache_gb,
             seed=seed,
             sleep=config.sleep,
+            change_midway=change_midway,
         )
         return engine
     from agent_rl.engines.transformers import TransformersEngine

@@ -68,7 +68,8 @@ class Engine(Protocol):
     async def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Use these parameters (names as in ``model.named_parameters()``, tied ones once) for every later token.
 
-        Caches made with older weights are dropped.
+        Caches made with older weights are dropped. Completions under way end before; an engine that lets them go on
+        with the new weights says in ``Generation.weight_changes`` where these began.
 
         Raises:
             PublishError: a tensor is missing, unknown or of another shape; the engine then goes on with the old ones.

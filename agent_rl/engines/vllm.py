@@ -1,7 +1,8 @@
 """vLLM in a process of its own, driven from this process's event loop: token ids in, token ids and logprobs out.
 
 New weights replace the old ones in place: their raw bytes go into one anonymous shared-memory file, and vLLM's own
-weight-transfer interface loads them while no request runs (the other half is ``vllm_worker``).
+weight-transfer interface loads them while no request runs (the other half is ``vllm_worker``). Requests under way end
+before, or are frozen and go on with the new weights.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import sys
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 import torch
 
 from agent_rl.config import ConfigError
 from agent_rl.engines.base import EngineFailure, PublishError, room_after
-from agent_rl.types import FinishReason, Generation, Sampling
+from agent_rl.types import FinishReason, Generation, Sampling, WeightChange
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -47,7 +48,7 @@ DEAD = "the vLLM process has died; its own log says why"
 
 
 class VllmEngine:
-    """Samples with vLLM. Every completion comes from one version of the weights.
+    """Samples with vLLM.
 
     Args:
         model: folder with config and weights; its tokenizer is not used.
@@ -58,6 +59,9 @@ class VllmEngine:
         seed: of requests that bring none.
         sleep: ``sleep`` moves the weights to main memory and drops the cache; on a GPU only.
         enforce_eager: no compilation and no CUDA graphs; None means so on a CPU only, where compiling takes longer.
+        change_midway: new weights do not wait for the completions under way: these are frozen, their keys and values
+            thrown away, and go on with the new weights, which then see the whole text so far. Otherwise every
+            completion comes from one version of the weights.
 
     Raises:
         ConfigError: vLLM is not installed.
@@ -74,6 +78,7 @@ class VllmEngine:
         seed: int = 0,
         sleep: bool = False,
         enforce_eager: bool | None = None,
+        change_midway: bool = False,
     ) -> None:
         if importlib.util.find_spec("vllm") is None:
             raise ConfigError(
@@ -107,6 +112,7 @@ class VllmEngine:
             "use_tqdm_on_load": False,
         }
         self._on_gpu = on_gpu
+        self._pause_mode: Literal["wait", "keep"] = "keep" if change_midway else "wait"
         self._llm: AsyncLLM | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._fault = "the vLLM engine was not started"  # why there is no usable engine
@@ -169,7 +175,8 @@ class VllmEngine:
         return _generation(results[-1].outputs[0])
 
     async def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Requests under way finish with the old weights first, later ones wait for the new.
+        """Requests under way finish with the old weights first (or are frozen: ``change_midway``), later ones wait for
+        the new.
 
         The whole set is checked before vLLM is touched, so a tensor that is missing, unknown or of another shape leaves
         the engine at work with the old weights. If vLLM fails to load a checked set, or this is cancelled while it
@@ -179,7 +186,7 @@ class VllmEngine:
         with shared_file() as (file, path):
             layout = await write_tensors(file, tensors, self._shapes, version)
             try:
-                await _answered(llm, llm.pause_generation(mode="wait", clear_cache=True))
+                await _answered(llm, llm.pause_generation(mode=self._pause_mode, clear_cache=True))
             except asyncio.CancelledError:
                 await _answered(llm, llm.resume_generation())  # nothing has changed yet
                 raise
@@ -261,8 +268,14 @@ def _generation(output: Any) -> Generation:
     if not all(map(math.isfinite, logprobs)):
         raise EngineFailure(f"vLLM returned logprobs that are not finite: {logprobs[:8]}...")
     finish: FinishReason = "stop" if output.finish_reason == "stop" else "length"
-    version = int(output.weight_versions[0].version)
-    return Generation(token_ids=ids, logprobs=logprobs, finish_reason=finish, weight_version=version)
+    first, *later = output.weight_versions
+    return Generation(
+        token_ids=ids,
+        logprobs=logprobs,
+        finish_reason=finish,
+        weight_version=int(first.version),
+        weight_changes=tuple(WeightChange(span.start, int(span.version)) for span in later),
+    )
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import pytest
 
 from agent_rl.cli import main
 
+KEEP = ["quickstart", "--engine.kind", "vllm", "--rollout.leftovers", "keep", "--rollout.oversample", "1"]
 GOOD = '{"id": "1", "problem": "1+1?", "answer": "2"}\n'
 
 
@@ -51,6 +52,17 @@ def refused(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[
         (["quickstart", "--stare.controller", "pi", "--stare.target_entropy", "0"], "target_entropy must be above 0"),
         (["quickstart", "--stare.gate", "token", "--stare.hysteresis", "0.1"], "a token has no memory"),
         (["smollm2-gsm8k", "--task.options.path", "/no/rows.jsonl"], "'/no/rows.jsonl' does not exist"),
+        (
+            [*KEEP, "--engine.kind", "transformers"],
+            "rollout.leftovers 'keep' needs engine.kind 'vllm', not 'transformers'",
+        ),
+        (
+            [*KEEP, "--engine.kind", "vllm_server"],
+            "rollout.leftovers 'keep' needs engine.kind 'vllm', not 'vllm_server'",
+        ),
+        ([*KEEP, "--rollout.oversample", "0"], "'keep' needs rollout.oversample above 0: without it nothing is left"),
+        ([*KEEP, "--stare.score", "reuse"], "'keep' needs stare.score 'exact'"),
+        ([*KEEP, "--rollout.max_staleness", "0"], "rollout.max_staleness = 0: Input should be greater than or equal"),
     ],
 )
 def test_a_wrong_setting_is_one_line(

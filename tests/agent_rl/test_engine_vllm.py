@@ -192,6 +192,38 @@ async def test_request_under_way_keeps_its_weights_and_later_ones_get_the_new(
     assert gap(changed, text_ids[:20], later) < TOLERANCE
 
 
+@pytest.mark.usefixtures("_first_weights_again")
+async def test_completions_that_cross_an_update_say_which_weights_made_which_token(
+    engine: VllmEngine, reference: Any, changed: Any, text_ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each token's logprob is that of its own version given all text before it, also what older weights wrote."""
+    monkeypatch.setattr(engine, "_pause_mode", "keep")  # as made with change_midway
+    version = engine.weight_version
+    prompts = [text_ids[i : i + 20 + 40 * i] for i in range(3)]
+    running = [
+        asyncio.create_task(engine.generate(p, Sampling(max_tokens=80, temperature=0.7, seed=i), request_id=f"x{i}"))
+        for i, p in enumerate(prompts)
+    ]
+    await asyncio.sleep(0.5)
+    await engine.update_weights(changed.named_parameters(), version + 1)
+    assert not any(task.done() for task in running)  # the update did not wait for them
+    later = await engine.generate(prompts[0], Sampling(max_tokens=4, seed=1), request_id="later")
+    assert (later.weight_version, later.weight_changes) == (version + 1, ())
+    assert gap(changed, prompts[0], later) < TOLERANCE
+    for prompt, generation in zip(prompts, await asyncio.gather(*running), strict=True):
+        assert len(generation.token_ids) == 80
+        assert generation.weight_version == version
+        ((position, new_version),) = generation.weight_changes
+        assert 0 < position < 80
+        assert new_version == version + 1
+        told = torch.tensor(generation.logprobs)
+        before, after = (logprobs_by(model, prompt, generation.token_ids, 0.7) for model in (reference, changed))
+        expected = torch.where(torch.arange(80) < position, before, after)
+        assert float((told - expected).abs().max()) < TOLERANCE
+        assert float((told - before)[position:].abs().max()) > 0.1  # the two versions differ on either side
+        assert float((told - after)[:position].abs().max()) > 0.1
+
+
 async def test_update_cancelled_while_requests_finish_changes_nothing(
     engine: VllmEngine, reference: Any, changed: Any, text_ids: list[int]
 ) -> None:
