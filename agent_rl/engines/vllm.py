@@ -115,6 +115,7 @@ class VllmEngine:
         self._pause_mode: Literal["wait", "keep"] = "keep" if change_midway else "wait"
         self._llm: AsyncLLM | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._file = SharedFile()
         self._fault = "the vLLM engine was not started"  # why there is no usable engine
 
     async def start(self) -> None:
@@ -183,7 +184,7 @@ class VllmEngine:
         loads, the engine is broken for good: its requests end with ``EngineFailure``.
         """
         llm = self._running()
-        with shared_file() as (file, path):
+        with self._file.rewritten() as (file, path):
             layout = await write_tensors(file, tensors, self._shapes, version)
             try:
                 await _answered(llm, llm.pause_generation(mode=self._pause_mode, clear_cache=True))
@@ -221,6 +222,7 @@ class VllmEngine:
         with suppress(EngineFailure):
             await _answered(llm, llm.pause_generation(mode="abort"))
         llm.shutdown()
+        self._file.close()
 
     def _running(self) -> AsyncLLM:
         if self._llm is None or self._fault:
@@ -278,15 +280,33 @@ def _generation(output: Any) -> Generation:
     )
 
 
-@contextmanager
-def shared_file() -> Iterator[tuple[IO[bytes], str]]:
-    """An open file in memory and the path by which this user's other processes read it.
+class SharedFile:
+    """A file in memory that this user's other processes read.
 
-    It has no name of its own, so nothing stays behind however this process ends.
+    It has no name of its own, so nothing stays behind however this process ends. Its pages are kept from one update to
+    the next, because to get fresh ones takes as long as to fill them; a failed update lets them go.
     """
-    descriptor = os.memfd_create("agent-rl-weights")
-    with open(descriptor, "wb") as file:
-        yield file, f"/proc/{os.getpid()}/fd/{descriptor}"
+
+    def __init__(self) -> None:
+        self._file: IO[bytes] | None = None
+
+    @contextmanager
+    def rewritten(self) -> Iterator[tuple[IO[bytes], str]]:
+        """The file, open at its beginning, and the path by which others find it."""
+        if self._file is None:
+            self._file = open(os.memfd_create("agent-rl-weights"), "wb")
+        self._file.seek(0)
+        try:
+            yield self._file, f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Frees the memory; may be called twice."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
 
 async def write_tensors(

@@ -22,7 +22,7 @@ import aiohttp
 import torch
 
 from agent_rl.engines.base import EngineFailure, PublishError, room_after
-from agent_rl.engines.vllm import parameter_shapes, shared_file, write_tensors
+from agent_rl.engines.vllm import SharedFile, parameter_shapes, write_tensors
 from agent_rl.errors import ConfigError
 from agent_rl.types import FinishReason, Generation, Sampling
 
@@ -59,6 +59,7 @@ class VllmServerEngine:
         self._served_name = ""
         self._vocabulary = 0
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._file = SharedFile()
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
@@ -130,7 +131,7 @@ class VllmServerEngine:
 
         A server that is gone is left out from then on; one that answers and does not load them is a ``PublishError``.
         """
-        with shared_file() as (file, path):
+        with self._file.rewritten() as (file, path):
             layout = await write_tensors(file, tensors, self._shapes, version)
             update = {"update_info": {"path": path, "tensors": layout}}
 
@@ -159,6 +160,7 @@ class VllmServerEngine:
 
     async def close(self) -> None:
         """The servers stay; may be called twice."""
+        self._file.close()
         session, self._session = self._session, None
         if session is not None:
             await session.close()
