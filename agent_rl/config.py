@@ -322,22 +322,6 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     records: RecordsConfig = RecordsConfig()
 
-    @property
-    def chosen_algorithm(self) -> Algorithm:
-        """The methods around STARE by name; with reused logprobs the ratio itself is taken against the sampler."""
-        is_stale = self.rollout.leftovers == "keep" and self.stare.score == "exact"
-        return self.algorithm.chosen("tis" if is_stale else "none")
-
-    @model_validator(mode="after")
-    def _methods_fit(self) -> RunConfig:
-        algorithm = self.chosen_algorithm  # raises where a name or option does not exist
-        if self.stare.score == "reuse" and algorithm.needs_scores:
-            names = ", ".join(algorithm.needs_scores)
-            raise ValueError(f"{names} of algorithm need stare.score 'exact': 'reuse' knows no entropy in time")
-        if "kl_cov" in algorithm.regularisers and self.stare.mini_batches == 1:
-            raise ValueError("regulariser kl_cov acts from a batch's second step on: it needs stare.mini_batches > 1")
-        return self
-
     @model_validator(mode="after")
     def _leftovers_fit(self) -> RunConfig:
         if self.rollout.leftovers == "keep" and self.engine.sleep:
@@ -355,6 +339,21 @@ class RunConfig(Section):
             raise ValueError(
                 "rollout.leftovers 'keep' needs stare.score 'exact': 'reuse' takes older weights' logprobs for current"
             )
+        return self
+
+    @property
+    def chosen_algorithm(self) -> Algorithm:
+        """The methods around STARE by name, with a correction where rollouts can be older than the weights."""
+        return self.algorithm.chosen("tis" if self.rollout.leftovers == "keep" else "none")
+
+    @model_validator(mode="after")
+    def _methods_fit(self) -> RunConfig:
+        algorithm = self.chosen_algorithm  # raises where a name or option does not exist
+        if self.stare.score == "reuse" and algorithm.needs_scores:
+            names = ", ".join(algorithm.needs_scores)
+            raise ValueError(f"{names} of algorithm need stare.score 'exact': 'reuse' knows no entropy in time")
+        if "kl_cov" in algorithm.regularisers and self.stare.mini_batches == 1:
+            raise ValueError("regulariser kl_cov acts from a batch's second step on: it needs stare.mini_batches > 1")
         return self
 
     @model_validator(mode="after")

@@ -93,11 +93,11 @@ def test_what_is_masked_is_not_ranked() -> None:
 
 
 def test_by_itself_it_is_on_where_rollouts_can_be_stale() -> None:
+    keep = ["--rollout.leftovers", "keep", "--rollout.oversample", "0.5", "--engine.kind", "vllm"]
     for overrides, expected in (
         ([], "none"),
-        (["--rollout.leftovers", "keep"], "tis"),
-        (["--rollout.leftovers", "keep", "--stare.score", "reuse"], "none"),  # the ratio is against the sampler there
-        (["--rollout.leftovers", "keep", "--algorithm.correction", "none"], "none"),
+        (keep, "tis"),
+        ([*keep, "--algorithm.correction", "none"], "none"),
         (["--algorithm.correction", "seq_mis", "--algorithm.options.seq_mis.most", "5.0"], "seq_mis"),
     ):
         algorithm = load_config("quickstart", overrides).chosen_algorithm
