@@ -61,6 +61,10 @@ def refused(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[
             "rollout.leftovers 'keep' needs engine.kind 'vllm', not 'vllm_server'",
         ),
         ([*KEEP, "--rollout.oversample", "0"], "'keep' needs rollout.oversample above 0: without it nothing is left"),
+        (
+            [*KEEP, "--engine.sleep", "true"],
+            "rollout.leftovers 'keep' samples during the update: it needs engine.sleep",
+        ),
         ([*KEEP, "--stare.score", "reuse"], "'keep' needs stare.score 'exact'"),
         ([*KEEP, "--rollout.max_staleness", "0"], "rollout.max_staleness = 0: Input should be greater than or equal"),
     ],
