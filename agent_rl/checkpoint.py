@@ -15,6 +15,7 @@ from pathlib import Path
 
 from agent_rl.config import ConfigError
 from agent_rl.regularisers import RegulariserState
+from agent_rl.sampling import SamplingState
 from stare import Controller
 
 
@@ -28,6 +29,7 @@ class RunState:
     controllers: dict[str, Controller]  # by scenario
     regularisers: RegulariserState = field(default_factory=RegulariserState)
     pending: tuple[int, ...] = ()  # places before the cursor of prompts begun and not yet consumed, oldest first
+    sampling: SamplingState = field(default_factory=SamplingState)
 
 
 def folders(root: Path) -> list[Path]:
@@ -58,7 +60,9 @@ def read_state(folder: Path) -> RunState:
         data = json.loads((folder / "state.json").read_text())
         controllers = {name: Controller.from_dict(state) for name, state in data["controllers"].items()}
         regularisers = RegulariserState.from_dict(data["regularisers"])
+        sampling = SamplingState.from_dict(data["sampling"])
         pending = tuple(data["pending"])
-        return RunState(**{**data, "controllers": controllers, "regularisers": regularisers, "pending": pending})
+        own = {"controllers": controllers, "regularisers": regularisers, "pending": pending, "sampling": sampling}
+        return RunState(**{**data, **own})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"checkpoint {folder} is damaged ({error}): remove it to go on from an older one") from None

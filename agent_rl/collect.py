@@ -7,6 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from agent_rl.branching import Branches
 from agent_rl.codec import ChatCodec
 from agent_rl.config import RolloutConfig
 from agent_rl.engines.base import Engine
@@ -39,6 +40,9 @@ class _Run:
     informative: int = 0  # complete groups with a difference in reward
     under_way: dict[str, int] = field(default_factory=dict)  # tokens of episodes that have begun and not ended
     lanes: list[asyncio.Task[None]] = field(default_factory=list)
+    busy: int = 0  # lanes that have not ended
+    begin: Callable[[Task, Place], None] = lambda task, place: None  # in a lane of its own, or as soon as one is free
+    branches: Branches | None = None
 
     def completes_enough(self, trajectory: Trajectory) -> bool:
         """Count a member that will not be tried again; whether no more groups are wanted."""
@@ -47,6 +51,11 @@ class _Run:
         if trajectory.reward is not None:
             self.rewards[group].add(trajectory.reward)
         self.informative += self.missing[group] == 0 and len(self.rewards[group]) > 1
+        return self.has_enough
+
+    @property
+    def has_enough(self) -> bool:
+        """Whether no more groups are wanted."""
         return self.enough is not None and self.informative >= self.enough
 
     def cancel_others(self) -> None:
@@ -93,29 +102,55 @@ class Collector:
         Raises:
             TooManyFailures: ``config.max_failures`` episodes in a row were lost on our side.
         """
-        waiting = deque(
-            (task, Place(step=step, group=first_group + number, member=member))
-            for number, task in enumerate(tasks)
-            for member in range(self._config.group)
-        )
-        run = _Run(missing={first_group + number: self._config.group for number in range(len(tasks))}, enough=enough)
-        lanes = min(len(waiting), self._config.concurrency or len(waiting))
-        first = [waiting.popleft() for _ in range(lanes)]
-        for _, place in first:
-            # All join before any starts, so that the embedded engine's first wave holds them all.
-            self._engine.join(place.episode_id)
-        try:
-            async with asyncio.TaskGroup() as group:
-                run.lanes = [group.create_task(self._lane(task, place, waiting, run)) for task, place in first]
-        except* TooManyFailures as errors:
-            raise errors.exceptions[0] from None
-        finally:
-            for _, place in first:
-                self._engine.leave(place.episode_id)
+        task_of = dict(enumerate(tasks, start=first_group))
+        run = _Run(missing=dict.fromkeys(task_of, self._config.group), enough=enough)
+        options = self._config.strategies.branching
+        if options is not None:
+            run.branches = Branches(
+                options=options,
+                group=self._config.group,
+                vocabulary=len(self._codec.tokenizer),
+                seed=self._seed,
+                begin=lambda place: run.begin(task_of[place.group], place),
+            )
+            run.branches.start(task_of)
+        members = self._config.group if options is None else options.initial_of(self._config.group)
+        places = [(group, member) for group in task_of for member in range(members)]
+        while places and not run.has_enough:
+            await self._in_lanes([(task_of[g], Place(step=step, group=g, member=m)) for g, m in places], run)
+            # Not before all have ended: at any earlier moment, which of them is next would depend on the sandboxes.
+            places = run.branches.missing() if run.branches else []
         ordered = sorted(run.done, key=lambda pair: (pair[0].group, pair[0].member, pair[0].attempt))
         return Collected(
             trajectories=tuple(trajectory for _, trajectory in ordered), cancelled_tokens=tuple(run.under_way.values())
         )
+
+    async def _in_lanes(self, episodes: Sequence[tuple[Task, Place]], run: _Run) -> None:
+        """All of these, and those that they begin, as many at once as ``config.concurrency`` allows."""
+        waiting: deque[tuple[Task, Place]] = deque()
+        started: list[Place] = []
+        try:
+            async with asyncio.TaskGroup() as group:
+
+                def begin(task: Task, place: Place) -> None:
+                    if self._config.concurrency is not None and run.busy >= self._config.concurrency:
+                        waiting.append((task, place))
+                        return
+                    run.busy += 1
+                    started.append(place)
+                    # It joins before it starts, so that the embedded engine's next wave holds all that begin together.
+                    self._engine.join(place.episode_id)
+                    run.lanes.append(group.create_task(self._lane(task, place, waiting, run)))
+
+                run.begin = begin
+                for task, place in episodes:
+                    begin(task, place)
+        except* TooManyFailures as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            run.busy = 0
+            for place in started:
+                self._engine.leave(place.episode_id)
 
     async def _lane(self, task: Task, place: Place, waiting: deque[tuple[Task, Place]], run: _Run) -> None:
         """One episode after the other, until none waits; a lost one is tried again before the next."""
@@ -123,7 +158,7 @@ class Collector:
         while following is not None:
             task, place = following
             try:
-                trajectory = await self.episode(task, place, run.under_way)
+                trajectory = await self.episode(task, place, run.under_way, branches=run.branches)
                 run.done.append((place, trajectory))
                 if trajectory.is_void and place.attempt < self._config.max_refills:
                     following = (task, replace(place, attempt=place.attempt + 1))
@@ -137,12 +172,16 @@ class Collector:
                     self._engine.join(following[1].episode_id)  # before the other leaves: no wave without this lane
             finally:
                 self._engine.leave(place.episode_id)
+        run.busy -= 1
 
-    async def episode(self, task: Task, place: Place, under_way: dict[str, int]) -> Trajectory:
+    async def episode(
+        self, task: Task, place: Place, under_way: dict[str, int], *, branches: Branches | None = None
+    ) -> Trajectory:
         """One rollout, lost or not; the caller has joined the engine under its id, and leaves it.
 
         Args:
             under_way: has the episode's number of tokens under its id until it ends by itself.
+            branches: what the episode may start from, and begin.
 
         Raises:
             TooManyFailures: with this one, ``config.max_failures`` episodes in a row were lost on our side.
@@ -161,6 +200,7 @@ class Collector:
             seed=self._seed,
             watch=watch,
             generate_s=self._config.wall_s,
+            branching=branches.of(place) if branches else None,
         )
         under_way.pop(place.episode_id, None)
         self._failures_in_a_row = self._failures_in_a_row + 1 if trajectory.is_void else 0

@@ -20,6 +20,7 @@ from agent_rl.correction import CorrectionName
 from agent_rl.errors import ConfigError as ConfigError
 from agent_rl.pack import Layout
 from agent_rl.plan import PlanOptions, Selection
+from agent_rl.sampling import Strategies
 from sandboxes.base import SandboxSpec
 from stare import ControllerConfig, ControllerKind, Granularity, LossMode, Selector, Variant
 
@@ -99,6 +100,19 @@ class RolloutConfig(Section):
         None, ge=1, description="episodes at once; at most sandbox.size where tools keep a sandbox for the episode"
     )
     max_failures: int = Field(16, ge=1, description="failures in a row on our side that stop the run")
+    sampling: tuple[str, ...] = Field((), description="strategies by name (docs/methods.md), e.g. arpo_branching")
+    options: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="parameters by strategy, e.g. { arpo_branching = { initial = 4 } }"
+    )
+
+    @model_validator(mode="after")
+    def _strategies_exist(self) -> RolloutConfig:
+        assert self.strategies  # raises where a name or option does not exist
+        return self
+
+    @property
+    def strategies(self) -> Strategies:
+        return Strategies.of(self.sampling, self.options, self.group)
 
     @property
     def top_p(self) -> float:
@@ -324,10 +338,15 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _leftovers_fit(self) -> RunConfig:
-        if self.rollout.leftovers == "keep" and self.engine.sleep:
-            raise ValueError("rollout.leftovers 'keep' samples during the update: it needs engine.sleep false")
         if self.rollout.leftovers == "cancel":
             return self
+        others = [name for name in self.rollout.sampling if name != "d3s_samples"]
+        if others:
+            raise ValueError(
+                f"rollout.leftovers 'keep' takes prompts in order and groups as they are: {others[0]!r} needs 'cancel'"
+            )
+        if self.engine.sleep:
+            raise ValueError("rollout.leftovers 'keep' samples during the update: it needs engine.sleep false")
         if self.engine.kind != "vllm":
             raise ValueError(
                 f"rollout.leftovers 'keep' needs engine.kind 'vllm', not {self.engine.kind!r}: it alone takes weights "
@@ -343,8 +362,12 @@ class RunConfig(Section):
 
     @property
     def chosen_algorithm(self) -> Algorithm:
-        """The methods around STARE by name, with a correction where rollouts can be older than the weights."""
-        return self.algorithm.chosen("tis" if self.rollout.leftovers == "keep" else "none")
+        """The methods around STARE by name, with a correction where rollouts can be older than the weights.
+
+        With reused logprobs the ratio itself is taken against the sampler.
+        """
+        recalls = "cross_context_replay" in self.rollout.sampling and self.stare.score == "exact"
+        return self.algorithm.chosen("tis" if recalls or self.rollout.leftovers == "keep" else "none")
 
     @model_validator(mode="after")
     def _methods_fit(self) -> RunConfig:

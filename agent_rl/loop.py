@@ -28,12 +28,13 @@ from agent_rl.engines import make_engine
 from agent_rl.evaluation.training import TrainingEvaluation
 from agent_rl.leftovers import Leftovers
 from agent_rl.models import load_tokenizer
-from agent_rl.plan import Plan, UpdateBatch, update_batch
+from agent_rl.plan import Plan, UpdateBatch
 from agent_rl.progress import Clock, StepProgress
 from agent_rl.publish import Publisher
 from agent_rl.ranks import AnyLearner, make_learner
 from agent_rl.records import RunRecords, leftover_metrics, rollout_metrics, trajectory_record
 from agent_rl.regularisers import RegulariserState
+from agent_rl.sampling import StepSampling
 from agent_rl.setup import Setup, keep_tokenizer, open_run, preflight
 from agent_rl.types import Trajectory
 from agent_rl.update import start_controllers, update
@@ -126,14 +127,22 @@ async def _train(config: RunConfig, setup: Setup, console: Console) -> Path:
         while state.step < config.steps and not evaluation.has_stalled:
             step, clock = state.step + 1, Clock()
             progress.start_episodes(config.rollout.prompts * config.rollout.group)
+            sampling = StepSampling(
+                config.rollout.strategies,
+                state.sampling,
+                setup.tasks,
+                group=config.rollout.group,
+                seed=config.seed,
+                step=step,
+            )
             if leftovers is None:
-                collected, cursor = await collect(collector, setup, config, step, state.cursor)
+                collected, cursor = await collect(collector, sampling, config, step, state.cursor)
             else:
                 collected = await leftovers.collect(step, is_last=step == config.steps)
                 cursor = leftovers.cursor
             trajectories = collected.trajectories
             clock.lap("rollout")
-            batch = update_batch(trajectories, config.chosen_algorithm)
+            batch = sampling.batch(trajectories, config.chosen_algorithm)
             learn = partial(
                 update,
                 learner,
@@ -157,7 +166,7 @@ async def _train(config: RunConfig, setup: Setup, console: Console) -> Path:
             if plan:
                 state = replace(state, controllers=dict(plan.controllers), regularisers=plan.regularisers)
             pending = leftovers.pending if leftovers else ()
-            state = replace(state, step=step, cursor=cursor, pending=pending)
+            state = replace(state, step=step, cursor=cursor, pending=pending, sampling=sampling.after(trajectories))
             if leftovers is not None:
                 row |= leftover_metrics(batch, collected, version=step - 1)
             row = rollout_metrics(trajectories, batch, collected.cancelled_tokens) | row | clock.row()
@@ -195,7 +204,7 @@ def restore(folder: Path, config: RunConfig, learner: AnyLearner, console: Conso
 
 
 async def collect(
-    collector: Collector, setup: Setup, config: RunConfig, step: int, cursor: int
+    collector: Collector, sampling: StepSampling, config: RunConfig, step: int, cursor: int
 ) -> tuple[Collected, int]:
     """Rollouts of one step and the cursor behind the prompts that they took.
 
@@ -206,12 +215,12 @@ async def collect(
     groups = 0
     for _ in range(config.rollout.max_rounds):
         missing = config.rollout.prompts - len(
-            {t.group for t in update_batch(trajectories, config.chosen_algorithm).trajectories}
+            {t.group for t in sampling.batch(trajectories, config.chosen_algorithm).trajectories}
         )
         if missing <= 0:
             break
         begun = math.ceil(missing * (1 + config.rollout.oversample))
-        tasks = [setup.task(index) for index in range(cursor, cursor + begun)]
+        tasks = sampling.draw(cursor, begun)
         enough = missing if begun > missing else None
         collected = await collector.groups(tasks, step, first_group=groups, enough=enough)
         trajectories += collected.trajectories

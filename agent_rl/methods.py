@@ -109,8 +109,10 @@ def use_of(entry: Method) -> str:
     """How a training run chooses it, or what a caller of the function has to bring."""
     if entry.needs:
         return f"library only: the caller brings {entry.needs}"
-    if entry.hook == "sampling":
+    if entry.name == "dynamic_sampling":
         return "built in"
+    if entry.hook == "sampling":
+        return f"`--rollout.sampling '[\"{entry.name}\"]'`"
     if entry.name == "stare":
         return "built in: the section `stare`"
     field = {

@@ -35,18 +35,26 @@ def rollout_metrics(
     scored = [t for t in trajectories if t.reward is not None]
     statuses = [status for t in scored for turn in t.turns for status in turn.call_statuses]
     groups = {t.group for t in scored}
+    kept_groups = {t.group for t in batch.trajectories}
+    own = {(t.group, t.member) for t in scored}
+    learned = {(t.group, t.member) for t in batch.trajectories}
     row: Row = {
         "reward": _mean([t.reward for t in scored if t.reward is not None]),
         "accuracy": _mean([t.terms.get("correct", 0.0) for t in scored]),
         "episodes": len(trajectories),
         "void": len(trajectories) - len(scored),
         "groups": len(groups),
-        "groups_kept": len({t.group for t in batch.trajectories}),  # those with a difference inside
+        "groups_kept": len(kept_groups),  # those with a difference inside
+        "recalled": len(learned - own),  # rollouts of earlier steps that joined a group (cross_context_replay)
+        "dropped": sum(group in kept_groups for group, _ in own - learned),  # rollouts of kept groups (d3s_samples)
         "turns": _mean([len(t.turns) for t in scored]),
         "tool_calls": _mean([sum(s == "ok" for turn in t.turns for s in turn.call_statuses) for t in scored]),
         "malformed": _mean([float(s != "ok") for s in statuses]),  # share of call attempts
         "tokens": sum(len(t.token_ids) for t in scored),
         "tokens_episode": _mean([len(t.token_ids) for t in scored]),
+        "branches": sum(bool(t.trunk) for t in trajectories),  # begun after another's tool result (arpo_branching)
+        "branches_given_up": sum(t.trunk == 0 for t in trajectories),  # the environment had answered otherwise
+        "branched_tokens": sum(t.trunk or 0 for t in scored),  # of `tokens`: taken over from another rollout
         "cancelled": len(cancelled_tokens),  # rollouts begun and no longer wanted (oversampling)
         "cancelled_tokens": _mean(cancelled_tokens),  # of each when it was cancelled; beside tokens_episode: the bias
         "tokens_sampled": sum(t.num_sampled for t in scored),
@@ -206,6 +214,7 @@ def trajectory_record(
         "turns": [[turn.start, turn.end, turn.weight_version, turn.call_statuses] for turn in trajectory.turns],
         "weight_changes": [change for turn in trajectory.turns for change in turn.weight_changes],  # position, version
         "coefficients": None if coefficients is None else [float(f"{value:.6g}") for value in coefficients],
+        "trunk": trajectory.trunk,
         "seconds": trajectory.seconds,
     }
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from agent_rl.engines.base import EngineFailure
 from agent_rl.seeds import derive_seed
-from agent_rl.types import Generation, Sampling, Trajectory, Turn, WeightChange
+from agent_rl.types import Generation, Prefix, Sampling, Trajectory, Turn, WeightChange
 from envs.types import Failure, Message, ModelTurn, Opening, Stop, Task, TurnResult
 
 if TYPE_CHECKING:
@@ -65,6 +65,24 @@ class Place:
         return f"{self.step:06d}-{self.group:04d}-{self.member:03d}-{self.attempt}"
 
 
+class Branching(Protocol):
+    """Asked around every turn; ``agent_rl.branching.MemberBranching`` is one."""
+
+    @property
+    def prefix(self) -> Prefix | None:
+        """Where the episode starts; None: from the prompt."""
+        ...
+
+    @property
+    def top_logprobs(self) -> int:
+        """What it wants to know of the next turn."""
+        ...
+
+    def after_turn(self, before: Prefix, generation: Generation) -> None:
+        """This was sampled after that. Called where ``top_logprobs`` was above 0."""
+        ...
+
+
 async def run_episode(
     env: Environment,
     task: Task,
@@ -76,12 +94,15 @@ async def run_episode(
     seed: int,
     watch: Callable[[int], None] = lambda num_tokens: None,
     generate_s: float | None = None,
+    branching: Branching | None = None,
 ) -> Trajectory:
     """One episode to its end. Our failures come back as a void trajectory; bugs raise.
 
     The caller has joined the engine under ``place.episode_id`` and leaves it; the environment is closed here.
     Cancelling frees the engine's slot and the sandbox. ``watch`` is told the number of tokens whenever it has grown.
     A completion that takes more than ``generate_s`` seconds voids the episode: tokens are bounded, so the engine hangs.
+    With ``branching.prefix`` the environment is brought there by its earlier turns; where that fails (what it answers
+    now is not what it answered then), the episode starts from the prompt.
     """
     ids: list[int] = []
     mask: list[bool] = []
@@ -92,6 +113,7 @@ async def run_episode(
     result: TurnResult | None = None
     stop: Stop | None = None
     failure: Failure | None = None
+    trunk: int | None = None
     base = derive_seed(seed, "episode", place.step, place.group, place.member, place.attempt)
 
     def append(new_ids: Sequence[int], new_logprobs: Sequence[float] | None = None) -> None:
@@ -101,9 +123,28 @@ async def run_episode(
         watch(len(ids))
 
     try:
-        opening = await env.areset(derive_seed(seed, "task", place.step, place.group), task)
-        messages += opening.messages
-        append(codec.open(opening))
+        task_seed = derive_seed(seed, "task", place.step, place.group)
+        opening = await env.areset(task_seed, task)
+        prefix = branching.prefix if branching else None
+        if prefix is not None:
+            started = time.perf_counter()
+            result = await _replayed(env, opening, prefix, codec)
+            trunk = 0 if result is None else len(prefix.token_ids)
+            if result is None:
+                opening = await env.areset(task_seed, task)
+            else:
+                stop, failure = result.stop, result.failure
+            seconds["environment"] += time.perf_counter() - started
+        if prefix is not None and trunk:
+            ids += prefix.token_ids
+            mask += prefix.loss_mask
+            logprobs += prefix.logprobs
+            turns += prefix.turns
+            messages += prefix.messages
+            watch(len(ids))
+        else:
+            messages += opening.messages
+            append(codec.open(opening))
         while stop is None:
             room = config.max_episode_tokens - len(ids)
             if room < 1:
@@ -117,6 +158,7 @@ async def run_episode(
                 top_p=config.top_p,
                 seed=derive_seed(base, "turn", len(turns)),
                 stop_token_ids=codec.stop_token_ids,
+                top_logprobs=branching.top_logprobs if branching else 0,
             )
             started = time.perf_counter()
             try:
@@ -131,6 +173,15 @@ async def run_episode(
                 raise EngineFailure(
                     f"turn {len(turns)}: {len(generation.token_ids)} ids, not all with a finite logprob"
                 )
+            if branching is not None and generation.top_logprobs is not None:
+                before = Prefix(
+                    token_ids=tuple(ids),
+                    loss_mask=tuple(mask),
+                    logprobs=tuple(logprobs),
+                    turns=tuple(turns),
+                    messages=tuple(messages),
+                )
+                branching.after_turn(before, generation)
             start = len(ids)
             append(generation.token_ids, generation.logprobs)
             text = codec.decode(generation.token_ids, generation.finish_reason)
@@ -172,4 +223,26 @@ async def run_episode(
         stop=stop or "failure",
         failure=failure,
         seconds=seconds,
+        trunk=trunk,
     )
+
+
+async def _replayed(env: Environment, opening: Opening, prefix: Prefix, codec: ChatCodec) -> TurnResult | None:
+    """The environment, just opened, after the turns of ``prefix``; None if it now shows other ids than it did then.
+
+    The result is the last turn's; one with a failure voids the episode.
+    """
+    assert prefix.turns, "without a turn there is nothing to replay"
+    expected = tuple(codec.open(opening))
+    for turn in prefix.turns:
+        if prefix.token_ids[: turn.start] != expected:
+            return None
+        sampled = prefix.token_ids[turn.start : turn.end]
+        finish = turn.finish_reason
+        result = await env.astep(ModelTurn(text=codec.decode(sampled, finish), finish=finish))
+        if result.failure is not None:
+            return result
+        if result.stop is not None:
+            return None
+        expected += (*sampled, *codec.extend(finish, result.messages))
+    return result if prefix.token_ids == expected else None

@@ -20,6 +20,7 @@ from agent_rl.evaluation.suites import Part
 from agent_rl.evaluation.training import evaluation_parts
 from agent_rl.machine import check_engine, check_learner
 from agent_rl.models import chat_template, check_model_folder
+from agent_rl.sampling import MOST_PROMPTS
 from agent_rl.seeds import shuffled_index
 from envs import EnvSpec, Limits, Resources, Task, TaskSource, ToolEnv, get
 from envs.parsers import Dialect, get_dialect, guess_dialect
@@ -91,6 +92,11 @@ async def preflight(config: RunConfig, console: Console) -> Setup:
         raise ConfigError(f"cold_start.steps = {config.cold_start.steps}: {spec.id} has no expert to write traces")
     check_engine(config.engine)
     check_learner(config.learner, config.model.dtype)
+    if config.rollout.strategies.vade and len(tasks) > MOST_PROMPTS:
+        raise ConfigError(
+            f"rollout.sampling 'vade' draws a success rate for each of its prompts, at most {MOST_PROMPTS:,}: "
+            f"{spec.id} has {len(tasks):,} here, so bound them by task.options"
+        )
     check_continues(config)
     parts = tuple(evaluation_parts(config, console, tasks))
     sandbox = await resolve(config.sandbox, lambda line: console.print(f"[bold yellow]{line}", soft_wrap=True))

@@ -20,6 +20,7 @@ class Sampling:
     top_p: float = 1.0
     seed: int | None = None  # same seed and prompt, same ids (on one machine)
     stop_token_ids: tuple[int, ...] = ()  # a hit is included as the last id
+    top_logprobs: int = 0  # so many of the most likely ids' logprobs at each place are wanted; 0 costs nothing
 
 
 class WeightChange(NamedTuple):
@@ -38,6 +39,7 @@ class Generation:
     finish_reason: FinishReason
     weight_version: int  # version of the weights that made the first of these tokens
     weight_changes: tuple[WeightChange, ...] = ()  # in order; positions count from 0 here; empty: one version made all
+    top_logprobs: tuple[tuple[float, ...], ...] | None = None  # [L, K] nats, largest first; None: not asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,17 @@ class Turn:
     finish_reason: FinishReason
     call_statuses: tuple[str, ...] = ()  # status of every tool-call attempt in this turn
     weight_changes: tuple[WeightChange, ...] = ()  # as of the generation; positions in ``Trajectory.token_ids``
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefix:
+    """An episode before one of its turns: what another rollout of the same prompt may start from."""
+
+    token_ids: tuple[int, ...]  # [T] up to where the turn begins: it ends with the prompt, or with an observation
+    loss_mask: tuple[bool, ...]  # [T]
+    logprobs: tuple[float, ...]  # [T]
+    turns: tuple[Turn, ...]
+    messages: tuple[Message, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +87,7 @@ class Trajectory:
     stop: Stop = "answer"
     failure: Failure | None = None
     seconds: dict[str, float] = field(default_factory=dict)  # wall seconds by phase; telemetry only
+    trunk: int | None = None  # leading ids taken over from another rollout (branching); 0: that branch was given up
 
     @property
     def is_void(self) -> bool:

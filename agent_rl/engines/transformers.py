@@ -32,6 +32,7 @@ class _Request:
     future: asyncio.Future[Generation]
     token_ids: list[int]
     logprobs: list[float]
+    top_logprobs: list[tuple[float, ...]]
     finish: FinishReason | None = None
 
 
@@ -80,6 +81,7 @@ class TransformersEngine:
             future=asyncio.get_running_loop().create_future(),
             token_ids=[],
             logprobs=[],
+            top_logprobs=[],
         )
         self._waiting[request_id] = request
         self._decode_when_all_wait()
@@ -136,15 +138,9 @@ class TransformersEngine:
                         request.future.set_exception(EngineFailure(f"transformers engine: {error}{hint}"))
                 continue
             for request in block:
-                if not request.future.done():
-                    request.future.set_result(
-                        Generation(
-                            token_ids=tuple(request.token_ids),
-                            logprobs=tuple(request.logprobs),
-                            finish_reason=request.finish or "length",
-                            weight_version=self.weight_version,
-                        )
-                    )
+                # Not at once: the one that asked last would go on before the others, and which it is depends on the
+                # sandboxes. So all of a wave go on in the order of their ids.
+                asyncio.get_running_loop().call_soon(_answer, request, self.weight_version)
 
     @torch.no_grad()
     def _decode(self, requests: list[_Request]) -> None:
@@ -177,7 +173,8 @@ class TransformersEngine:
             if len(logits) < len(alive):  # the prompts have been read
                 cache.batch_select_indices(rows)
                 logits, mask, positions = logits[rows], mask[rows], positions[rows]
-            chosen, logprobs = _sample(logits, draws, step)
+            chosen, logprobs, logp = _sample(logits, draws, step)
+            _note_likeliest(logp, alive)
             for request, token, logprob in zip(alive, chosen.tolist(), logprobs.tolist(), strict=True):
                 request.token_ids.append(token)
                 request.logprobs.append(logprob)
@@ -196,6 +193,31 @@ class TransformersEngine:
             ids = chosen[:, None]
             mask = torch.cat([mask, mask.new_ones(len(alive), 1)], dim=1)
             positions = positions[:, -1:] + 1
+
+
+def _answer(request: _Request, weight_version: int) -> None:
+    """The request's future has what was sampled, unless it was cancelled meanwhile."""
+    if request.future.done():
+        return
+    request.future.set_result(
+        Generation(
+            token_ids=tuple(request.token_ids),
+            logprobs=tuple(request.logprobs),
+            finish_reason=request.finish or "length",
+            weight_version=weight_version,
+            top_logprobs=tuple(request.top_logprobs) if request.sampling.top_logprobs else None,
+        )
+    )
+
+
+def _note_likeliest(logp: Tensor, requests: Sequence[_Request]) -> None:
+    """Requests that ask for the most likely ids' logprobs have those of one more place (``logp`` [B, V])."""
+    asking = [row for row, request in enumerate(requests) if request.sampling.top_logprobs]
+    if not asking:
+        return
+    most = min(max(requests[row].sampling.top_logprobs for row in asking), logp.shape[-1])
+    for row, top in zip(asking, logp[asking].topk(most).values.tolist(), strict=True):
+        requests[row].top_logprobs.append(tuple(top[: requests[row].sampling.top_logprobs]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +249,8 @@ class _Draws:
         return _Draws(self.temperature[rows], top_p, greedy, self.uniforms[rows])
 
 
-def _sample(logits: Tensor, draws: _Draws, place: int) -> tuple[Tensor, Tensor]:
-    """One id a row, the ``place``-th of its turn, and its logprob under the distribution it was drawn from [B]."""
+def _sample(logits: Tensor, draws: _Draws, place: int) -> tuple[Tensor, Tensor, Tensor]:
+    """One id a row, the ``place``-th of its turn, and its logprob [B] and all logprobs [B, V] there."""
     logp = torch.log_softmax(logits / draws.temperature[:, None], dim=-1)
     if draws.top_p is not None:
         ranked, order = logp.sort(dim=-1, descending=True)
@@ -240,4 +262,4 @@ def _sample(logits: Tensor, draws: _Draws, place: int) -> tuple[Tensor, Tensor]:
     chosen = torch.searchsorted(cumulative, draw, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
     if draws.greedy is not None:
         chosen = torch.where(draws.greedy, logits.argmax(-1), chosen)
-    return chosen, logp.gather(-1, chosen[:, None]).squeeze(-1)
+    return chosen, logp.gather(-1, chosen[:, None]).squeeze(-1), logp

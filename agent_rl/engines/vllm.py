@@ -158,7 +158,7 @@ class VllmEngine:
             seed=sampling.seed,
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,  # only the given ids stop
-            logprobs=0,  # of the sampled id alone
+            logprobs=sampling.top_logprobs,  # beside that of the sampled id
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -173,7 +173,7 @@ class VllmEngine:
             raise EngineFailure(failure) from error
         if not results or results[-1].outputs[0].finish_reason not in ("stop", "length"):
             raise EngineFailure(self._fault or "vLLM aborted the request")
-        return _generation(results[-1].outputs[0])
+        return _generation(results[-1].outputs[0], sampling.top_logprobs)
 
     async def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Requests under way finish with the old weights first (or are frozen: ``change_midway``), later ones wait for
@@ -263,7 +263,7 @@ def _environment(on_gpu: bool) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _generation(output: Any) -> Generation:
+def _generation(output: Any, num_top: int = 0) -> Generation:
     """Raises ``EngineFailure`` if a logprob is missing or not finite."""
     ids = tuple(output.token_ids)
     logprobs = tuple(float(of_place[token].logprob) for token, of_place in zip(ids, output.logprobs or (), strict=True))
@@ -271,12 +271,18 @@ def _generation(output: Any) -> Generation:
         raise EngineFailure(f"vLLM returned logprobs that are not finite: {logprobs[:8]}...")
     finish: FinishReason = "stop" if output.finish_reason == "stop" else "length"
     first, *later = output.weight_versions
+    top = None
+    if num_top:
+        # vLLM adds the sampled id where it is none of the most likely ones; it is then the least likely of them.
+        ranked = (sorted((float(entry.logprob) for entry in place.values()), reverse=True) for place in output.logprobs)
+        top = tuple(tuple(place[:num_top]) for place in ranked)
     return Generation(
         token_ids=ids,
         logprobs=logprobs,
         finish_reason=finish,
         weight_version=int(first.version),
         weight_changes=tuple(WeightChange(span.start, int(span.version)) for span in later),
+        top_logprobs=top,
     )
 
 

@@ -107,7 +107,8 @@ class VllmServerEngine:
             "seed": sampling.seed,
             "stop_token_ids": list(sampling.stop_token_ids),
             "ignore_eos": True,  # only the given ids stop
-            "logprobs": 0,
+            "logprobs": sampling.top_logprobs,  # beside that of the sampled id
+            "return_tokens_as_token_ids": True,  # ids of the same text would share a place among the most likely
             "return_token_ids": True,
             "request_id": request_id,
         }
@@ -124,7 +125,7 @@ class VllmServerEngine:
                 raise EngineFailure(f"{server.url} refuses the request: {error}") from error
             finally:
                 server.in_flight -= 1
-            return _generation(answer, version, server.url)
+            return _generation(answer, version, server.url, sampling.top_logprobs)
 
     async def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Requests under way finish with the old weights first, later ones wait for the new; on every server at once.
@@ -187,16 +188,20 @@ class _Refused(Exception):
     """The server answered, and not with what was asked for."""
 
 
-def _generation(answer: Any, version: int, url: str) -> Generation:
+def _generation(answer: Any, version: int, url: str, num_top: int = 0) -> Generation:
     """Raises ``EngineFailure`` if ids or finite logprobs are missing."""
+    top = None
     try:
         choice = answer["choices"][0]
         ids = tuple(map(int, choice["token_ids"]))
         logprobs = tuple(map(float, choice["logprobs"]["token_logprobs"]))
         reason = choice["finish_reason"]
+        if num_top:
+            places = choice["logprobs"]["top_logprobs"]
+            top = tuple(tuple(sorted(map(float, place.values()), reverse=True)[:num_top]) for place in places)
     except (KeyError, IndexError, TypeError) as error:
         raise EngineFailure(f"{url} answered without token ids or logprobs ({error!r})") from error
     if reason not in ("stop", "length") or len(ids) != len(logprobs) or not all(map(math.isfinite, logprobs)):
         raise EngineFailure(f"{url} ended by {reason!r} with {len(ids)} ids and {len(logprobs)} logprobs")
     finish: FinishReason = "stop" if reason == "stop" else "length"
-    return Generation(token_ids=ids, logprobs=logprobs, finish_reason=finish, weight_version=version)
+    return Generation(token_ids=ids, logprobs=logprobs, finish_reason=finish, weight_version=version, top_logprobs=top)

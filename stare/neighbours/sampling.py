@@ -31,6 +31,10 @@ def overlong_penalty(length_B: Tensor, *, most: int = 20480, buffer: int = 4096,
     return -factor * ((length_B - (most - buffer)).double() / buffer).clamp(0, 1)
 
 
+VADE_DECAY = 0.9
+"""Of what is remembered of a prompt, at every update."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difficulty:
     """VADE's belief about each prompt: a Beta posterior of its success rate. VADE, arXiv 2511.18902.
@@ -41,12 +45,12 @@ class Difficulty:
 
     right_Q: Tensor  # float64 [Q], successes as remembered
     wrong_Q: Tensor  # float64 [Q]
-    decay: float = 0.9
+    decay: float = VADE_DECAY
 
     @staticmethod
-    def start(num_prompts: int, decay: float = 0.9) -> Difficulty:
-        zeros = torch.zeros(num_prompts, dtype=torch.float64)
-        return Difficulty(right_Q=zeros, wrong_Q=zeros, decay=decay)
+    def start(num_prompts: int, decay: float = VADE_DECAY) -> Difficulty:
+        right_Q, wrong_Q = torch.zeros(2, num_prompts, dtype=torch.float64)
+        return Difficulty(right_Q=right_Q, wrong_Q=wrong_Q, decay=decay)
 
     def update(self, prompt_B: Tensor, is_right_B: Tensor) -> Difficulty:
         """After rollouts of these prompts (int64 [B]; bool [B])."""

@@ -299,7 +299,6 @@ SAMPLING = (
         formula="prompts of largest p (1 - p), p drawn from a decaying Beta posterior",
         source="VADE, arXiv 2511.18902",
         status="formula unconfirmed",
-        needs="a sampler of prompts that asks it",
     ),
     Method(
         name="d3s_samples",
@@ -307,7 +306,7 @@ SAMPLING = (
         function=sampling.d3s_samples,
         formula="the rollouts of each group whose advantages vary most",
         source="D3S, arXiv 2509.22115",
-        needs="more rollouts than are trained on",
+        note="advantages are among all rollouts of the group",
     ),
     Method(
         name="adhint",
@@ -325,7 +324,6 @@ SAMPLING = (
         formula="a constant group recalls an earlier rollout of the same prompt with another reward",
         source="R^3, arXiv 2601.19620",
         status="formula unconfirmed",
-        needs="a buffer of earlier rollouts",
     ),
     Method(
         name="hapo_temperature",
@@ -341,6 +339,5 @@ SAMPLING = (
         function=sampling.branch_after_tool,
         formula="branch if u - w (H - H_start) <= p, H over 20 tokens after a tool call, over ln V",
         source="ARPO, arXiv 2507.19849",
-        needs="top logprobs after tool calls, and branching rollouts",
     ),
 )

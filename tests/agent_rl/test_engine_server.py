@@ -44,6 +44,12 @@ async def test_a_server_that_dies_is_left_out(vllm_server: tuple[str, int], tiny
             sampling = Sampling(**{"max_tokens": 20, "seed": number, **settings})
             return await engine.generate(prompt, sampling, request_id=f"r{number}")
 
+        alone, top = await sample(3), await sample(3, top_logprobs=4)
+        assert (top.token_ids, alone.top_logprobs) == (alone.token_ids, None)
+        with torch.no_grad():
+            logits = first(torch.tensor([[*prompt, *top.token_ids]])).logits[0, len(prompt) - 1 : -1]
+        likeliest = torch.log_softmax(logits, -1).topk(4).values
+        assert float((torch.tensor(top.top_logprobs) - likeliest).abs().max()) < TOLERANCE
         running = asyncio.create_task(sample(99, max_tokens=100))
         await asyncio.sleep(0.05)
         await engine.update_weights(second.named_parameters(), 1)

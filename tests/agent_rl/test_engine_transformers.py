@@ -10,7 +10,40 @@ import torch
 
 from agent_rl.engines.base import EngineFailure
 from agent_rl.engines.transformers import TransformersEngine
-from agent_rl.types import Sampling
+from agent_rl.types import Generation, Sampling
+
+PROMPTS = [[3, 9, 27, 81, 43], [5], [7, 11, 13, 17, 19, 23, 29, 31], [2, 4]]
+
+
+async def generate_together(engine: TransformersEngine, sampling: list[Sampling]) -> list[Generation]:
+    names = [f"e{i}" for i in range(len(PROMPTS))]
+    for name in names:
+        engine.join(name)
+    calls = [engine.generate(p, s, request_id=n) for p, s, n in zip(PROMPTS, sampling, names, strict=True)]
+    results = await asyncio.gather(*calls)
+    for name in names:
+        engine.leave(name)
+    return list(results)
+
+
+async def test_the_most_likely_logprobs_come_when_asked_for_and_change_nothing(tiny_model: Any) -> None:
+    engine = TransformersEngine(tiny_model, max_model_len=64)
+    sampling = [Sampling(max_tokens=10, temperature=0.7, seed=i, top_logprobs=k) for i, k in enumerate((5, 0, 3, 5000))]
+    asked = await generate_together(engine, sampling)
+    plain = await generate_together(engine, [Sampling(max_tokens=10, temperature=0.7, seed=i) for i in range(4)])
+    for prompt, settings, generation, other in zip(PROMPTS, sampling, asked, plain, strict=True):
+        assert (generation.token_ids, generation.logprobs) == (other.token_ids, other.logprobs)
+        assert other.top_logprobs is None
+        if not settings.top_logprobs:
+            assert generation.top_logprobs is None
+            continue
+        with torch.no_grad():
+            logits = tiny_model(input_ids=torch.tensor([[*prompt, *generation.token_ids]])).logits[
+                0, len(prompt) - 1 : -1
+            ]
+        logp = torch.log_softmax(logits.float() / 0.7, -1)
+        expected = logp.topk(min(settings.top_logprobs, logp.shape[-1])).values
+        torch.testing.assert_close(torch.tensor(generation.top_logprobs), expected, atol=2e-5, rtol=1e-4)
 
 
 async def test_frequencies_follow_the_distribution(tiny_model: Any) -> None:

@@ -142,6 +142,20 @@ async def test_logprobs_are_those_of_the_distribution_sampled_from(
     assert gap(reference, prompt, result, temperature * 1.05) > 10 * TOLERANCE  # the comparison sees temperature
 
 
+async def test_the_most_likely_logprobs_come_when_asked_for(
+    engine: VllmEngine, reference: Any, text_ids: list[int]
+) -> None:
+    prompt = text_ids[:50]
+    sampling = Sampling(max_tokens=24, temperature=1.5, seed=11, top_logprobs=10)
+    result = await engine.generate(prompt, sampling, request_id="top")
+    plain = await engine.generate(prompt, Sampling(max_tokens=24, temperature=1.5, seed=11), request_id="plain")
+    assert (plain.token_ids, plain.top_logprobs) == (result.token_ids, None)
+    logits = reference(torch.tensor([[*prompt, *result.token_ids]])).logits[0, len(prompt) - 1 : -1]
+    expected = torch.log_softmax(logits / 1.5, dim=-1).topk(10).values
+    assert float((torch.tensor(result.top_logprobs) - expected).abs().max()) < TOLERANCE
+    assert any(logprob < top[-1] for logprob, top in zip(result.logprobs, result.top_logprobs or (), strict=True))
+
+
 async def test_seeded_prompts_beyond_one_forward_pass_do_not_kill_the_engine(
     engine: VllmEngine, text_ids: list[int]
 ) -> None:

@@ -27,6 +27,7 @@ from agent_rl.plan import (
     update_batch,
 )
 from agent_rl.records import RunRecords, read_rows, update_metrics
+from agent_rl.sampling import SamplingState
 from agent_rl.types import Trajectory
 from agent_rl.update import start_controllers
 from envs.types import Task
@@ -214,7 +215,7 @@ def test_controllers_come_back_from_a_checkpoint_as_they_were(tmp_path: Path) ->
     config = StareConfig(controller="model", targets={"long_cot": 0.5})
     batch = make_batch(2, ("long_cot", None))
     plan = make_plan(batch, statistics_of(batch), start_controllers(config), config.plan)
-    state = RunState(step=3, cursor=8, seed=0, controllers=dict(plan.controllers))
+    state = RunState(step=3, cursor=8, seed=0, controllers=dict(plan.controllers), sampling=SamplingState())
     folder = checkpoint.save(tmp_path, state, lambda folder: None, keep=1)
     assert checkpoint.read_state(folder) == state
     assert asdict(checkpoint.read_state(folder)) == asdict(state)
