@@ -104,9 +104,20 @@ class RolloutConfig(Section):
     def strategies(self) -> Strategies:
         return Strategies.of(self.sampling, self.options, self.group)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_distribution(cls, data: Any) -> Any:
+        for name in ("top_p", "top_k"):
+            if isinstance(data, dict) and name in data:
+                raise ValueError(
+                    f"{name} = {data[name]!r}: training samples the whole distribution (top_p 1, top_k off), because "
+                    "that is what the learner scores; what evaluation samples with is evaluation.top_p"
+                )
+        return data
+
     @property
     def top_p(self) -> float:
-        """Of the whole distribution: what the learner scores. Evaluation has its own."""
+        """Of the whole distribution. Evaluation has its own."""
         return 1.0
 
 

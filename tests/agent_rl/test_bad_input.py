@@ -47,6 +47,8 @@ def refused(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[
         (["quickstart", "--model.path", "/no/such/folder"], "model.path = '/no/such/folder': no such folder"),
         (["quickstart", "--rollout.max_episode_tokens", "5000"], "is above engine.max_model_len"),
         (["quickstart", "--name", "../x"], "name = '../x'"),
+        (["quickstart", "--rollout.top_p", "0.9"], "top_p = 0.9: training samples the whole distribution"),
+        (["quickstart", "--rollout.top_k", "50"], "top_k = 50: training samples the whole distribution"),
         (["quickstart", "--stare.variant", "O5"], "stare.variant = 'O5'"),
         (["quickstart", "--stare.score", "reuse", "--stare.selector", "phi"], "stare: score 'reuse' knows surprisals"),
         (["quickstart", "--stare.controller", "pi", "--stare.target_entropy", "0"], "target_entropy must be above 0"),
