@@ -7,6 +7,7 @@ content (``<|im_end|>`` printed by a tool) are encoded as plain text.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -16,6 +17,9 @@ from envs.types import Message, Opening
 
 ANSWER = "\ue0ffanswer\ue0ff"
 """Stands for a completion while the template is rendered around it."""
+
+OPENINGS_KEPT = 256
+"""Rendered prompts that are remembered: a template takes longer than many an episode's bookkeeping together."""
 
 GUARDS = [chr(code) for code in range(0xE000, 0xE010)]
 """Private-use characters; one that no content holds breaks control tokens apart while the template is rendered."""
@@ -40,6 +44,7 @@ class ChatCodec:
             )
         self.tokenizer = tokenizer
         self._system_text = system_text
+        self._openings: dict[str, list[int]] = {}  # ids by messages and tools, oldest first
         added = tokenizer.added_tokens_decoder
         self._special_ids = {str(token): id_ for id_, token in added.items() if token.special}
         self._special = re.compile(
@@ -63,6 +68,14 @@ class ChatCodec:
 
     def open(self, opening: Opening) -> list[int]:
         """Ids of the first prompt, up to where the assistant begins."""
+        key = json.dumps([opening.messages, opening.tools])
+        if key not in self._openings:  # all members of a group open alike
+            if len(self._openings) == OPENINGS_KEPT:
+                self._openings.pop(next(iter(self._openings)))
+            self._openings[key] = self._open(opening)
+        return list(self._openings[key])
+
+    def _open(self, opening: Opening) -> list[int]:
         guard, messages = self._guarded(self._described(opening))
         tools = list(opening.tools) if self.template_knows_tools else None
         return self._encode(self._render(messages, tools=tools, generate=True), guard)

@@ -112,7 +112,7 @@ def use_of(entry: Method) -> str:
     if entry.name == "dynamic_sampling":
         return "built in"
     if entry.hook == "sampling":
-        return f"`--rollout.sampling '[\"{entry.name}\"]'`"
+        return f"`--rollout.sampling {entry.name}`"
     if entry.name == "stare":
         return "built in: the section `stare`"
     field = {

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from agent_rl.algorithm import Algorithm
 from agent_rl.correction import CorrectionName
@@ -13,6 +13,14 @@ from agent_rl.pack import Layout
 from agent_rl.plan import PlanOptions, Selection
 from agent_rl.sampling import Strategies
 from stare import ControllerConfig, ControllerKind, Granularity, LossMode, Selector, Variant
+
+
+def _split(value: Any) -> Any:
+    return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
+"""A list, or as one writes it on a command line: ``a,b``."""
 
 
 class Section(BaseModel):
@@ -41,7 +49,7 @@ class EngineConfig(Section):
     """What samples. ``transformers`` is embedded and exactly repeatable; ``vllm`` is fast."""
 
     kind: Literal["transformers", "vllm", "vllm_server"] = "transformers"
-    urls: tuple[str, ...] = Field((), description="of running vLLM servers (vllm_server), e.g. http://localhost:8000")
+    urls: Names = Field((), description="of running vLLM servers (vllm_server), e.g. http://localhost:8000")
     max_model_len: int = Field(4096, gt=1, description="prompt and completion together, tokens")
     max_num_seqs: int = Field(64, ge=1, description="sequences decoded at once")
     kv_cache_gb: float = Field(1.0, gt=0, description="key-value cache of vLLM, GiB")
@@ -90,7 +98,7 @@ class RolloutConfig(Section):
         None, ge=1, description="episodes at once; at most sandbox.size where tools keep a sandbox for the episode"
     )
     max_failures: int = Field(16, ge=1, description="failures in a row on our side that stop the run")
-    sampling: tuple[str, ...] = Field((), description="strategies by name (docs/methods.md), e.g. arpo_branching")
+    sampling: Names = Field((), description="strategies by name (docs/methods.md), e.g. arpo_branching")
     options: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="parameters by strategy, e.g. { arpo_branching = { initial = 4 } }"
     )
@@ -201,8 +209,8 @@ class AlgorithmConfig(Section):
 
     advantage: str = Field("grpo", description="of each trajectory or turn, from the rewards of its group")
     ratio: str = Field("dapo", description="what becomes of the ratio of new to old policy; dapo: the learner's clips")
-    token_weights: tuple[str, ...] = Field((), description="each multiplies the advantages of tokens, before STARE")
-    regularisers: tuple[str, ...] = Field((), description="terms of the loss; options.NAME.coefficient is their weight")
+    token_weights: Names = Field((), description="each multiplies the advantages of tokens, before STARE")
+    regularisers: Names = Field((), description="terms of the loss; options.NAME.coefficient is their weight")
     correction: CorrectionName | Literal["auto"] = Field(
         "auto", description="of tokens from another policy than the learner's; auto: tis where rollouts can be stale"
     )
@@ -227,7 +235,7 @@ class LoraSettings(Section):
 
     rank: int = Field(0, ge=0, description="0: all weights are trained")
     alpha: float = Field(16.0, gt=0, description="the adapter counts alpha / rank")
-    targets: tuple[str, ...] = Field((), description="names of linear layers; all but the head when empty")
+    targets: Names = Field((), description="names of linear layers; all but the head when empty")
 
 
 class LearnerConfig(Section):

@@ -66,10 +66,11 @@ def test_weights_compose_and_what_they_silence_is_not_ranked() -> None:
 
 def test_by_name_on_the_command_line() -> None:
     overrides = ["--algorithm.advantage", "pass_at_k", "--algorithm.options.pass_at_k.k", "2"]
-    config = load_config("quickstart", [*overrides, "--algorithm.token_weights", '["forking"]'])
-    assert config.chosen_algorithm == Algorithm(
-        advantage="pass_at_k", token_weights=("forking",), options={"pass_at_k": {"k": 2}}
-    )
+    for names in ('["forking", "stapo"]', "forking,stapo", "forking, stapo"):
+        config = load_config("quickstart", [*overrides, "--algorithm.token_weights", names])
+        assert config.chosen_algorithm == Algorithm(
+            advantage="pass_at_k", token_weights=("forking", "stapo"), options={"pass_at_k": {"k": 2}}
+        )
 
 
 @pytest.mark.parametrize(
