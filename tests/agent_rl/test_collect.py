@@ -10,27 +10,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from timed import Codec
 
 from agent_rl.collect import Collector
 from agent_rl.config import RolloutConfig
 from agent_rl.engines.base import EngineFailure
 from agent_rl.types import Generation, Sampling
 from envs.types import ModelTurn, Opening, Task, TurnResult
-
-
-class Codec:
-    """Every message is one id."""
-
-    stop_token_ids = (1,)
-
-    def open(self, opening: Opening) -> list[int]:
-        return [2, 3]
-
-    def extend(self, finish: str, messages: Any) -> list[int]:
-        return [4]
-
-    def decode(self, ids: Any, finish: str) -> str:
-        return "x"
 
 
 class Engine:
