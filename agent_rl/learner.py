@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -23,20 +22,12 @@ from agent_rl.algorithm import RatioRule
 from agent_rl.config import LearnerConfig
 from agent_rl.errors import LearnerFailure
 from agent_rl.lora import add_adapter, merged_tensors, without_adapter
+from agent_rl.offload import load_partitions, save_partitions, swap_folder
 from agent_rl.pack import MicroBatch, SampledSequence, pack
 from agent_rl.policy import Policy, check_head
 from agent_rl.regularisers import Penalty
+from agent_rl.zero import deepspeed_config, init_distributed
 from stare import TokenStatistics, surrogate_sum
-
-LOSS_SCALE = {
-    "loss_scale": 0,  # dynamic
-    "initial_scale_power": 16,
-    "loss_scale_window": 1000,  # steps without an overflow after which it doubles
-    "hysteresis": 1,  # it halves at the first overflow: every skipped step costs a batch of rollouts
-    "min_loss_scale": 1,
-}
-"""Of float16 (Micikevicius et al., arXiv 1710.03740), under DeepSpeed's names."""
-
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -74,23 +65,6 @@ class StepReport:
             penalties={name: sum(values) / len(values) for name, values in found.items()},
             statistics=TokenStatistics(*map(torch.cat, zip(*columns, strict=True))) if columns else None,
         )
-
-
-def init_distributed() -> None:
-    """A process group for DeepSpeed: the launcher's if one set MASTER_ADDR, else of this process alone."""
-    import deepspeed
-
-    if torch.distributed.is_initialized():
-        return
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    if "MASTER_ADDR" not in os.environ:  # RANK may be our own, inherited from a parent that ran this
-        # A store inside this process: no port to collide with another run.
-        store = torch._C._distributed_c10d.HashStore()
-        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    # On the CPU DeepSpeed would compile its shared-memory all-reduce here: a minute, and a compiler to have. Gloo does.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
 
 
 def _out_of_memory(method: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -135,8 +109,11 @@ class Learner:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.policy = Policy(model, temperature=temperature, chunk_tokens=config.chunk_tokens)
         check_head(self.policy)
+        self._swap = swap_folder(config.offload_path) if config.offload_path is not None else None
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
-            model=self.policy, model_parameters=self._trained(), config=_deepspeed_config(config, model.dtype)
+            model=self.policy,
+            model_parameters=self._trained(),
+            config=deepspeed_config(config, model.dtype, self._swap),
         )
         if config.zero_stage == 0 and model.dtype == torch.float32:
             # Without ZeRO DeepSpeed clips float32 gradients but throws their norm away.
@@ -331,12 +308,19 @@ class Learner:
                 yield name, parameter.detach()
 
     def save(self, folder: Path) -> None:
-        """Weights and optimizer state in DeepSpeed's own format; every rank calls it."""
+        """Weights and optimizer state, in DeepSpeed's own format but for state on a disk; every rank calls it."""
+        if self._swap is not None:
+            save_partitions(self.model, self.optimizer, self._partitions(folder), self.steps_taken)
+            return
         self.engine.save_checkpoint(str(folder), tag="learner", client_state={"steps_taken": self.steps_taken})
 
     def load(self, folder: Path) -> None:
         """State as it was saved. Raises ``ValueError`` naming the folder when it is not complete."""
         try:
+            if self._swap is not None:
+                files = self._partitions(folder)
+                self.steps_taken = load_partitions(self.model, self.optimizer, files, self._idle_step)
+                return
             loaded, client_state = self.engine.load_checkpoint(str(folder), tag="learner")
         except Exception as error:  # DeepSpeed raises whatever its readers raise; the user needs the folder's name
             raise ValueError(
@@ -345,6 +329,17 @@ class Learner:
         if loaded is None:
             raise ValueError(f"checkpoint {folder} is incomplete: remove it to start from an older one")
         self.steps_taken = int(client_state["steps_taken"])
+
+    def _partitions(self, folder: Path) -> Path:
+        return folder / "learner" / f"rank-{self.rank}-of-{self.world_size}"
+
+    def _idle_step(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+        for batch in self.pack([SampledSequence(token_ids=(0, 0), positions=(1,))])[self.rank]:
+            logp = self.engine(_to(batch, self.device), statistics=False).logp
+            self.engine.backward(0.0 * logp.sum(), scale_wrt_gas=False)
+        self.engine.step()
 
     def export(self, folder: Path, tokenizer: Any) -> None:
         """A plain transformers model folder (safetensors) that any tool loads; written aside and renamed."""
@@ -361,6 +356,8 @@ class Learner:
     def close(self) -> None:
         """Free what DeepSpeed holds; the process group stays for the next learner of this process."""
         self.engine.destroy()
+        if self._swap is not None:
+            shutil.rmtree(self._swap, ignore_errors=True)
 
 
 def _to(batch: MicroBatch, device: torch.device) -> MicroBatch:
@@ -374,25 +371,3 @@ def _to(batch: MicroBatch, device: torch.device) -> MicroBatch:
         predict=batch.predict.to(device),
         target=batch.target.to(device),
     )
-
-
-def _deepspeed_config(config: LearnerConfig, dtype: torch.dtype) -> dict[str, Any]:
-    parameters: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
-    if config.optimizer == "adamw":
-        # torch's AdamW: DeepSpeed's CPU Adam wants a compiler on the machine.
-        parameters |= {"betas": list(config.betas), "torch_adam": True}
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        # backward() only accumulates and step() is the only boundary, so micro-batches can be of any number and size.
-        "managed_gradient_accumulation": False,
-        "optimizer": {"type": "AdamW" if config.optimizer == "adamw" else "SGD", "params": parameters},
-        "zero_optimization": {"stage": config.zero_stage}
-        | ({"offload_optimizer": {"device": "cpu"}} if config.offload == "cpu" else {}),
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,  # it would have to be compiled
-        "gradient_clipping": config.grad_clip,
-        "bf16": {"enabled": dtype == torch.bfloat16},
-        "fp16": {"enabled": dtype == torch.float16} | LOSS_SCALE,
-        "steps_per_print": 1 << 60,
-    }

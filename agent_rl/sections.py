@@ -262,7 +262,8 @@ class LearnerConfig(Section):
     max_micro_sequences: int | None = Field(None, ge=1, description="trajectories of one micro-batch")
     chunk_tokens: int = Field(512, ge=1, description="tokens projected to the vocabulary at once")
     activation_checkpointing: bool = Field(False, description="layers are computed again in backward: less memory")
-    offload: Literal["none", "cpu"] = Field("none", description="where ZeRO keeps the optimizer's state")
+    offload: Literal["none", "cpu", "nvme"] = Field("none", description="where ZeRO keeps the optimizer's state")
+    offload_path: str | None = Field(None, description="folder on a fast disk (nvme), which every rank's machine has")
     lora: LoraSettings = LoraSettings()
 
     @model_validator(mode="after")
@@ -274,6 +275,10 @@ class LearnerConfig(Section):
             )
         if self.offload != "none" and self.zero_stage == 0:
             raise ValueError("offload needs zero_stage 1, 2 or 3")
+        if self.offload == "nvme" and self.zero_stage != 3:
+            raise ValueError(f"offload 'nvme' needs zero_stage 3, not {self.zero_stage}")
+        if (self.offload == "nvme") != (self.offload_path is not None):
+            raise ValueError("offload 'nvme' and offload_path go together: set both or none")
         return self
 
     def lr_at(self, step: int) -> float:

@@ -44,6 +44,18 @@ def bwrap_reason() -> str:
     return ""
 
 
+def aio_reason() -> str:
+    """Why DeepSpeed cannot swap to a disk; empty when it can."""
+    from agent_rl.errors import ConfigError
+    from agent_rl.offload import check_disk
+
+    try:
+        check_disk("/tmp")
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reasons: dict[str, str] = {}
     if any(item.get_closest_marker("docker") for item in items):
@@ -52,6 +64,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         reasons["runsc"] = runsc_reason()
     if any(item.get_closest_marker("bwrap") for item in items):
         reasons["bwrap"] = bwrap_reason()
+    if any(item.get_closest_marker("aio") for item in items):
+        reasons["aio"] = aio_reason()
     if importlib.util.find_spec("vllm") is None:
         reasons["vllm"] = "vLLM is not installed"
     for item in items:
