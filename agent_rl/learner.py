@@ -310,7 +310,7 @@ class Learner:
     def save(self, folder: Path) -> None:
         """Weights and optimizer state, in DeepSpeed's own format but for state on a disk; every rank calls it."""
         if self._swap is not None:
-            save_partitions(self.model, self.optimizer, self._partitions(folder), self.steps_taken)
+            save_partitions(self.optimizer, self._partitions(folder), self.steps_taken)
             return
         self.engine.save_checkpoint(str(folder), tag="learner", client_state={"steps_taken": self.steps_taken})
 
@@ -318,8 +318,7 @@ class Learner:
         """State as it was saved. Raises ``ValueError`` naming the folder when it is not complete."""
         try:
             if self._swap is not None:
-                files = self._partitions(folder)
-                self.steps_taken = load_partitions(self.model, self.optimizer, files, self._idle_step)
+                self.steps_taken = load_partitions(self.optimizer, self._partitions(folder), self._idle_step)
                 return
             loaded, client_state = self.engine.load_checkpoint(str(folder), tag="learner")
         except Exception as error:  # DeepSpeed raises whatever its readers raise; the user needs the folder's name

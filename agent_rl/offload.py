@@ -2,8 +2,8 @@
 
 DeepSpeed swaps each rank's partitions of weights and moments through files named by numbers that count on within a
 process. Its own checkpoint copies these files and forgets how many steps Adam has made, so from it training goes on
-with another step than it would have made (0.19.8). Here every rank writes its partitions by parameter name instead,
-one at a time, and reads them back into a learner that has made its files.
+with another step than it would have made (0.19.8). Here every rank writes its flat groups of partitions itself, one at
+a time, and reads them back into a learner that has made its files.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from agent_rl.errors import ConfigError
 
@@ -58,51 +59,58 @@ def _find_ninja() -> None:
         os.environ["PATH"] += os.pathsep + beside
 
 
-def save_partitions(model: nn.Module, optimizer: Any, folder: Path, steps_taken: int) -> None:
-    """This rank's partitions of float32 weights and moments, a file a parameter."""
-    from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
-
+def save_partitions(optimizer: Any, folder: Path, steps_taken: int) -> None:
+    """This rank's float32 weights and moments, a file a group; ``optimizer`` is DeepSpeed's of ZeRO 3."""
     folder.mkdir(parents=True)
-    names = MOMENTS if steps_of(optimizer) is not None else ()
-    for number, parameter in _trained(model):
-        columns = {"weight": safe_get_local_fp32_param(parameter).clone()}
-        for name in names:
-            columns[name] = safe_get_local_optimizer_state(parameter, name).clone()
-        torch.save(columns, folder / f"{number}.pt")
+    for number in range(len(optimizer.fp32_partitioned_groups_flat)):
+        with _in_memory(optimizer, number, write=False) as columns:
+            torch.save({name: column.clone() for name, column in columns.items()}, folder / f"group-{number}.pt")
     torch.save({"adam": steps_of(optimizer), "taken": steps_taken}, folder / "steps.pt")
 
 
-def load_partitions(model: nn.Module, optimizer: Any, folder: Path, idle_step: Callable[[], object]) -> int:
+def load_partitions(optimizer: Any, folder: Path, idle_step: Callable[[], object]) -> int:
     """The other way; returns the steps taken.
 
     Args:
-        model: of the learner.
-        optimizer: DeepSpeed's, of the learner.
+        optimizer: DeepSpeed's, with the same groups.
         folder: of this rank.
         idle_step: an optimizer step of learning rate 0 without a gradient. The first makes DeepSpeed create what is
             to be read into, the second carries the weights from the float32 partitions into the model.
     """
     steps = torch.load(folder / "steps.pt")
     idle_step()
-    _set_partitions(model, folder, ("weight",))
+    _fill(optimizer, folder)
     idle_step()
-    _set_partitions(model, folder, ("weight", *MOMENTS))
+    _fill(optimizer, folder)  # the idle step has moved the moments
     for state in optimizer.optimizer.state.values():
         if "step" in state:
             state["step"].fill_(steps["adam"] or 0)
     return int(steps["taken"])
 
 
-def _set_partitions(model: nn.Module, folder: Path, names: Sequence[str]) -> None:
-    from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
+def _fill(optimizer: Any, folder: Path) -> None:
+    for number in range(len(optimizer.fp32_partitioned_groups_flat)):
+        saved: dict[str, Tensor] = torch.load(folder / f"group-{number}.pt")
+        with _in_memory(optimizer, number, write=True) as columns:
+            for name, column in columns.items():
+                if name in saved:
+                    column.copy_(saved[name])
 
-    for number, parameter in _trained(model):
-        columns: dict[str, Tensor] = torch.load(folder / f"{number}.pt")
-        for name in names:
-            if name == "weight":
-                safe_set_local_fp32_param(parameter, columns[name])
-            elif name in columns:
-                safe_set_local_optimizer_state(parameter, columns[name], name)
+
+@contextmanager
+def _in_memory(optimizer: Any, number: int, *, write: bool) -> Iterator[dict[str, Tensor]]:
+    """Weights and moments of one group, read from its files and, with ``write``, written back."""
+    # Groups below the size of a swap buffer stay in memory.
+    swaps = optimizer._swappable_optimizer_subgroup(number)
+    if swaps:
+        optimizer._optimizer_states_and_gradient_swap_in(number)
+    flat = optimizer.fp32_partitioned_groups_flat[number]
+    moments = {name: value for name, value in optimizer.optimizer.state[flat].items() if name in MOMENTS}
+    yield {"weight": flat.data, **moments}
+    if swaps and write:
+        optimizer._optimizer_states_and_gradient_swap_out(number)
+    elif swaps:
+        optimizer._release_swap_buffers(number)
 
 
 def steps_of(optimizer: Any) -> float | None:
@@ -110,9 +118,3 @@ def steps_of(optimizer: Any) -> float | None:
     steps = {float(state["step"]) for state in optimizer.optimizer.state.values() if "step" in state}
     assert len(steps) <= 1, steps
     return steps.pop() if steps else None
-
-
-def _trained(model: nn.Module) -> Iterator[tuple[int, nn.Parameter]]:
-    for number, parameter in enumerate(model.parameters()):
-        if parameter.requires_grad:
-            yield number, parameter

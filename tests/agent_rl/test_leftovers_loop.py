@@ -182,7 +182,13 @@ def test_a_run_on_vllm_trains_every_prompt_once_over_ctrl_c(tmp_path: Path) -> N
     command = [sys.executable, "-m", "agent_rl", "train", "quickstart", "--output", str(tmp_path), *SETTINGS]
     command += "--engine.kv_cache_gb 0.2 --cold_start.steps 60 --cold_start.batch 24 --learner.lr 1e-3 --steps".split()
     process = subprocess.Popen(
-        [*command, "500"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+        [*command, "500"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+        # A shell starts what runs in its background with SIGINT ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     for line in process.stdout:

@@ -41,7 +41,7 @@ def settings(tmp_path: Path) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.aio
 @pytest.mark.timeout(900)  # the first one compiles
-@pytest.mark.parametrize(("dtype", "optimizer"), [("float32", "adamw"), ("float32", "sgd"), ("bfloat16", "adamw")])
+@pytest.mark.parametrize(("dtype", "optimizer"), [("float32", "adamw"), ("bfloat16", "sgd")])
 def test_a_disk_changes_no_number_and_a_checkpoint_goes_on_bit_for_bit(
     tiny_folder: Path, tmp_path: Path, settings: dict[str, Any], dtype: str, optimizer: str
 ) -> None:
@@ -60,8 +60,7 @@ def test_a_disk_changes_no_number_and_a_checkpoint_goes_on_bit_for_bit(
     found = steps(first, 2)
     first.close()
     assert not list((tmp_path / "disk").iterdir())
-    # bfloat16: Adam makes a whole step of lr out of the rounding of a gradient that is all but zero.
-    tolerance = 1e-6 if dtype == "float32" else 3e-2
+    tolerance = 1e-6 if dtype == "float32" else 1e-2
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=tolerance)
 
