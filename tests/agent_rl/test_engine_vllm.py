@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -189,15 +189,37 @@ async def _first_weights_again(engine: VllmEngine, reference: Any) -> AsyncItera
     await engine.update_weights(reference.named_parameters(), engine.weight_version + 1)
 
 
+@contextlib.contextmanager
+def before_pause(engine: VllmEngine, hook: Callable[[], Awaitable[None]]) -> Iterator[None]:
+    """Awaits ``hook`` when an update has written its tensors, however long that took, and is about to pause vLLM."""
+    llm: Any = engine._llm
+    pause = llm.pause_generation
+
+    async def pause_after_hook(**arguments: Any) -> None:
+        await hook()
+        await pause(**arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm, "pause_generation", pause_after_hook)
+        yield
+
+
 @pytest.mark.usefixtures("_first_weights_again")
 async def test_request_under_way_keeps_its_weights_and_later_ones_get_the_new(
     engine: VllmEngine, reference: Any, changed: Any, text_ids: list[int]
 ) -> None:
     version = engine.weight_version
-    running = asyncio.create_task(engine.generate(text_ids[:20], Sampling(max_tokens=60, seed=1), request_id="running"))
-    await asyncio.sleep(0.5)
-    update = asyncio.create_task(engine.update_weights(changed.named_parameters(), version + 1))
-    await asyncio.wait([running, update], return_when=asyncio.FIRST_COMPLETED)
+    started: asyncio.Future[asyncio.Task[Generation]] = asyncio.get_running_loop().create_future()
+
+    async def start() -> None:
+        sampling = Sampling(max_tokens=60, seed=1)
+        started.set_result(asyncio.create_task(engine.generate(text_ids[:20], sampling, request_id="running")))
+        await asyncio.sleep(0.1)
+
+    with before_pause(engine, start):
+        update = asyncio.create_task(engine.update_weights(changed.named_parameters(), version + 1))
+        running = await started
+        await asyncio.wait([running, update], return_when=asyncio.FIRST_COMPLETED)
     assert running.done()
     assert not update.done()
     later = await engine.generate(text_ids[:20], Sampling(max_tokens=4, seed=1), request_id="later")
@@ -215,12 +237,17 @@ async def test_completions_that_cross_an_update_say_which_weights_made_which_tok
     monkeypatch.setattr(engine, "_pause_mode", "keep")  # as made with change_midway
     version = engine.weight_version
     prompts = [text_ids[i : i + 20 + 40 * i] for i in range(3)]
-    running = [
-        asyncio.create_task(engine.generate(p, Sampling(max_tokens=80, temperature=0.7, seed=i), request_id=f"x{i}"))
-        for i, p in enumerate(prompts)
-    ]
-    await asyncio.sleep(0.5)
-    await engine.update_weights(changed.named_parameters(), version + 1)
+    running: list[asyncio.Task[Generation]] = []
+
+    async def start() -> None:
+        for i, prompt in enumerate(prompts):
+            sampling = Sampling(max_tokens=80, temperature=0.7, seed=i)
+            running.append(asyncio.create_task(engine.generate(prompt, sampling, request_id=f"x{i}")))
+        await asyncio.sleep(0.3)
+
+    with before_pause(engine, start):
+        await engine.update_weights(changed.named_parameters(), version + 1)
+    assert len(running) == 3
     assert not any(task.done() for task in running)  # the update did not wait for them
     later = await engine.generate(prompts[0], Sampling(max_tokens=4, seed=1), request_id="later")
     assert (later.weight_version, later.weight_changes) == (version + 1, ())
@@ -246,13 +273,21 @@ async def test_update_cancelled_while_requests_finish_changes_nothing(
     with pytest.raises(PublishError, match="tensors are missing"):
         await engine.update_weights(list(changed.named_parameters())[1:], version + 1)
     assert shared_files() == []
-    running = asyncio.create_task(engine.generate(text_ids[:20], Sampling(max_tokens=120, seed=1), request_id="long"))
-    update = asyncio.create_task(engine.update_weights(changed.named_parameters(), version + 1))
-    await asyncio.sleep(2.0)
-    assert not running.done()
-    update.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await update
+    started: asyncio.Future[asyncio.Task[Generation]] = asyncio.get_running_loop().create_future()
+
+    async def start() -> None:
+        sampling = Sampling(max_tokens=120, seed=1)
+        started.set_result(asyncio.create_task(engine.generate(text_ids[:20], sampling, request_id="long")))
+        await asyncio.sleep(0.1)
+
+    with before_pause(engine, start):
+        update = asyncio.create_task(engine.update_weights(changed.named_parameters(), version + 1))
+        running = await started
+        await asyncio.sleep(0.3)
+        assert not running.done()
+        update.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await update
     assert shared_files() == []
     after = await engine.generate(text_ids[:20], Sampling(max_tokens=4, seed=1), request_id="after")
     assert (after.weight_version, engine.weight_version) == (version, version)
