@@ -13,7 +13,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -79,22 +79,21 @@ def load_partitions(optimizer: Any, folder: Path, idle_step: Callable[[], object
     """
     steps = torch.load(folder / "steps.pt")
     idle_step()
-    _fill(optimizer, folder)
+    _fill(optimizer, folder, ["weight"])
     idle_step()
-    _fill(optimizer, folder)  # the idle step has moved the moments
+    _fill(optimizer, folder, MOMENTS)  # last, because an idle step moves them
     for state in optimizer.optimizer.state.values():
         if "step" in state:
             state["step"].fill_(steps["adam"] or 0)
     return int(steps["taken"])
 
 
-def _fill(optimizer: Any, folder: Path) -> None:
+def _fill(optimizer: Any, folder: Path, names: Collection[str]) -> None:
     for number in range(len(optimizer.fp32_partitioned_groups_flat)):
-        saved: dict[str, Tensor] = torch.load(folder / f"group-{number}.pt")
+        saved: dict[str, Tensor] = torch.load(folder / f"group-{number}.pt", mmap=True)
         with _in_memory(optimizer, number, write=True) as columns:
-            for name, column in columns.items():
-                if name in saved:
-                    column.copy_(saved[name])
+            for name in columns.keys() & saved.keys() & set(names):
+                columns[name].copy_(saved[name])
 
 
 @contextmanager

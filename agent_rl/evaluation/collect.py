@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from agent_rl.chat_episode import run_chat_episode
 from agent_rl.engines.base import Engine
-from agent_rl.engines.openai import Endpoint, Usage, run_chat_episode
+from agent_rl.engines.openai import Endpoint, Usage
 from agent_rl.evaluation.store import Row
 from agent_rl.evaluation.suites import Part, Problem
 from agent_rl.rollout import Place, TooManyFailures, run_episode

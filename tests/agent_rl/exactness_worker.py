@@ -111,16 +111,21 @@ def make_trajectories() -> list[Trajectory]:
     return trajectories
 
 
-def one_case(batch: UpdateBatch, layout: str, size: int | None, stage: int, selection: str) -> dict[str, Any]:
-    config = LearnerConfig(
+def plain_sgd(layout: str, size: int | None, stage: int, *, lr: float) -> LearnerConfig:
+    """Without clipping, momentum or decay, in micro-batches and chunks as small as the case wants."""
+    return LearnerConfig(
         zero_stage=stage,  # type: ignore[arg-type]
         optimizer="sgd",
-        lr=1.0,  # so that the change of a parameter is its gradient
+        lr=lr,
         grad_clip=1e9,
         layout=layout,  # type: ignore[arg-type]
         max_micro_sequences=size,
         chunk_tokens=7,
     )
+
+
+def one_case(batch: UpdateBatch, layout: str, size: int | None, stage: int, selection: str) -> dict[str, Any]:
+    config = plain_sgd(layout, size, stage, lr=1.0)  # so that the change of a parameter is its gradient
     learner = Learner(make_model(), config, temperature=1.0)
     micro_batches = learner.pack(batch.sequences)
     statistics = learner.score(micro_batches, int(batch.num_tokens_B.sum()))
@@ -156,15 +161,7 @@ def one_case(batch: UpdateBatch, layout: str, size: int | None, stage: int, sele
 def one_update(batch: UpdateBatch, mode: str, layout: str, size: int | None, stage: int) -> dict[str, Any]:
     """A whole update by ``agent_rl.update``: two mini-batches frozen, refreshed or with terms beside the surrogate and
     corrected for another sampler, or one step on reused logprobs."""
-    learner_config = LearnerConfig(
-        zero_stage=stage,  # type: ignore[arg-type]
-        optimizer="sgd",
-        lr=UPDATE_LR,
-        grad_clip=1e9,
-        layout=layout,  # type: ignore[arg-type]
-        max_micro_sequences=size,
-        chunk_tokens=7,
-    )
+    learner_config = plain_sgd(layout, size, stage, lr=UPDATE_LR)
     learner = Learner(make_model(), learner_config, temperature=1.0, reference=make_reference())
     if mode in ("reuse", "terms"):  # a sampler that agrees with the learner to the last bit, or one that is off
         statistics = learner.score(learner.pack(batch.sequences), batch.num_tokens)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from timed import Codec
+from timed import Codec, Seats
 
 from agent_rl.collect import Collector
 from agent_rl.config import RolloutConfig
@@ -19,33 +19,18 @@ from agent_rl.types import Generation, Sampling
 from envs.types import ModelTurn, Opening, Task, TurnResult
 
 
-class Engine:
-    """Answers after a random while, or fails; counts who is here."""
-
-    max_model_len = 1000
-    weight_version = 0
+class Engine(Seats):
+    """Answers after a random while, or fails."""
 
     def __init__(self, rng: random.Random, failures: float = 0.0) -> None:
+        super().__init__()
         self.rng, self.failures = rng, failures
-        self.joined: Counter[str] = Counter()
-        self.at_once = self.most_at_once = 0
-
-    def join(self, episode_id: str) -> None:
-        self.joined[episode_id] += 1
-
-    def leave(self, episode_id: str) -> None:
-        self.joined[episode_id] = 0
 
     async def generate(self, prompt_ids: Any, sampling: Sampling, *, request_id: str) -> Generation:
-        assert self.joined[request_id], "an episode asks that has not joined"
-        self.at_once += 1
-        self.most_at_once = max(self.at_once, self.most_at_once)
-        try:
+        with self.asking(request_id):
             await asyncio.sleep(self.rng.random() * 2e-3)
             if self.rng.random() < self.failures:
                 raise EngineFailure("injected")
-        finally:
-            self.at_once -= 1
         return Generation(token_ids=(7, 1), logprobs=(-1.0, -1.0), finish_reason="stop", weight_version=0)
 
 

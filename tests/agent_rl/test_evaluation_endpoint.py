@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from served import completion, failing, serving, slowly
 
+from agent_rl.chat_episode import run_chat_episode
 from agent_rl.engines.base import EngineFailure
-from agent_rl.engines.openai import Endpoint, PromptTooLong, RateLimit, run_chat_episode
+from agent_rl.engines.openai import Endpoint, PromptTooLong, RateLimit
 from agent_rl.errors import ConfigError
 from agent_rl.rollout import Place
 from envs import Limits, Resources, Rubric, Task, TaskList, ToolEnv, tool

@@ -103,15 +103,7 @@ def test_every_term_has_the_gradient_of_its_formula_however_the_batch_is_cut(
 ) -> None:
     worker = load_worker()
     batch = worker_batch()
-    config = LearnerConfig(
-        zero_stage=0,
-        optimizer="sgd",
-        lr=1.0,  # so that the change of a parameter is its gradient
-        grad_clip=1e9,
-        layout=layout,  # type: ignore[arg-type]
-        max_micro_sequences=size,
-        chunk_tokens=7,
-    )
+    config = worker.plain_sgd(layout, size, 0, lr=1.0)  # so that the change of a parameter is its gradient
     learner = Learner(worker.make_model(), config, temperature=1.0, reference=worker.make_reference())
     packed = learner.pack(batch.sequences)
     scored = learner.score(packed, batch.num_tokens)

@@ -6,7 +6,8 @@ import asyncio
 import random
 import selectors
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from agent_rl.engines.base import EngineFailure
@@ -62,19 +63,13 @@ class Codec:
         return "x"
 
 
-class Engine:
-    """A token a second, by the weights of that second; counts who is here.
-
-    Args:
-        tokens: how many a completion of this request has.
-        fails: whether this completion fails.
-    """
+class Seats:
+    """The part of an engine that knows who is here: whoever asks has joined, and is counted while it waits."""
 
     max_model_len = 1000
+    weight_version = 0
 
-    def __init__(self, tokens: Callable[[str], int], fails: Callable[[str], bool] = lambda request: False) -> None:
-        self.weight_version = 0
-        self.tokens, self.fails = tokens, fails
+    def __init__(self) -> None:
         self.joined: Counter[str] = Counter()
         self.at_once = self.most_at_once = 0
 
@@ -84,19 +79,37 @@ class Engine:
     def leave(self, episode_id: str) -> None:
         self.joined[episode_id] = 0
 
-    async def generate(self, prompt_ids: Any, sampling: Sampling, *, request_id: str) -> Generation:
-        assert self.joined[request_id], "an episode asks that has not joined"
+    @contextmanager
+    def asking(self, episode_id: str) -> Iterator[None]:
+        assert self.joined[episode_id], "an episode asks that has not joined"
         self.at_once += 1
         self.most_at_once = max(self.at_once, self.most_at_once)
-        versions = []
         try:
+            yield
+        finally:
+            self.at_once -= 1
+
+
+class Engine(Seats):
+    """A token a second, by the weights of that second.
+
+    Args:
+        tokens: how many a completion of this request has.
+        fails: whether this completion fails.
+    """
+
+    def __init__(self, tokens: Callable[[str], int], fails: Callable[[str], bool] = lambda request: False) -> None:
+        super().__init__()
+        self.tokens, self.fails = tokens, fails
+
+    async def generate(self, prompt_ids: Any, sampling: Sampling, *, request_id: str) -> Generation:
+        versions = []
+        with self.asking(request_id):
             for _ in range(self.tokens(request_id)):
                 await asyncio.sleep(SECONDS_A_TOKEN)
                 versions.append(self.weight_version)
             if self.fails(request_id):
                 raise EngineFailure("injected")
-        finally:
-            self.at_once -= 1
         changes = [WeightChange(i, v) for i, v in enumerate(versions) if i and v != versions[i - 1]]
         return Generation(
             token_ids=(7,) * (len(versions) - 1) + (1,),
