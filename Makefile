@@ -33,7 +33,7 @@ test: install image
 test-peers:
 	test -x .venv-peers/bin/pytest || { $(PYTHON) -m venv .venv-peers && .venv-peers/bin/pip install --quiet --upgrade pip; }
 	.venv-peers/bin/pip install --quiet torch==2.13.0
-	.venv-peers/bin/pip install --quiet --editable '.[peers]' 'pytest>=8.3' 'pytest-asyncio>=1' 'pytest-timeout>=2.3'
+	.venv-peers/bin/pip install --quiet --editable '.[peers]' 'pytest>=8.3' 'pytest-asyncio>=1' 'pytest-timeout>=2.3' 'hypothesis>=6.110'
 	.venv-peers/bin/pytest $(PEER_TESTS)
 
 lint: install

@@ -12,6 +12,7 @@ from agent_rl.codec import ChatCodec
 from agent_rl.config import RolloutConfig
 from agent_rl.engines.base import Engine
 from agent_rl.rollout import Environment, Place, TooManyFailures, run_episode
+from agent_rl.sampling import with_overlong_penalty
 from agent_rl.types import Trajectory
 from envs.types import Task
 
@@ -89,6 +90,7 @@ class Collector:
         self._seed = seed
         self._on_episode = on_episode
         self._failures_in_a_row = 0
+        self._overlong = config.strategies.overlong
 
     async def groups(
         self, tasks: Sequence[Task], step: int, *, first_group: int = 0, enough: int | None = None
@@ -203,6 +205,8 @@ class Collector:
             branching=branches.of(place) if branches else None,
         )
         under_way.pop(place.episode_id, None)
+        if self._overlong is not None:
+            trajectory = with_overlong_penalty(trajectory, self._overlong, self._config.max_episode_tokens)
         self._failures_in_a_row = self._failures_in_a_row + 1 if trajectory.is_void else 0
         if self._failures_in_a_row >= self._config.max_failures and trajectory.failure is not None:
             failure = trajectory.failure

@@ -82,7 +82,7 @@ class RunConfig(Section):
     def _leftovers_fit(self) -> RunConfig:
         if self.rollout.leftovers == "cancel":
             return self
-        others = [name for name in self.rollout.sampling if name != "d3s_samples"]
+        others = [name for name in self.rollout.sampling if name not in ("d3s_samples", "overlong_penalty")]
         if others:
             raise ValueError(
                 f"rollout.leftovers 'keep' takes prompts in order and groups as they are: {others[0]!r} needs 'cancel'"

@@ -1,4 +1,5 @@
-"""Sampling strategies of a run, by name: which prompts are drawn, how groups grow, which rollouts are learned from.
+"""Sampling strategies of a run, by name: which prompts are drawn, how groups grow, which rollouts are learned from, and
+what their length costs them.
 
 ``rollout.sampling`` names them, ``rollout.options`` has their parameters; they compose. What they remember between
 steps is a ``SamplingState``, part of the checkpoint. Branching inside a group is in ``agent_rl.branching``.
@@ -7,7 +8,7 @@ steps is a ``SamplingState``, part of the checkpoint. Branching inside a group i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +22,14 @@ from agent_rl.seeds import derive_seed, shuffled_index
 from agent_rl.types import Trajectory, Turn, WeightChange
 from envs.data import TaskSource
 from envs.types import Stop, Task
-from stare.neighbours.sampling import VADE_DECAY, Difficulty, cross_context_replay, d3s_samples, vade
+from stare.neighbours.sampling import (
+    VADE_DECAY,
+    Difficulty,
+    cross_context_replay,
+    d3s_samples,
+    overlong_penalty,
+    vade,
+)
 
 MOST_PROMPTS = 1_000_000
 """Of a source that VADE draws from: it draws a success rate for every prompt, in every step."""
@@ -52,6 +60,31 @@ class ReplayOptions(_Options):
     capacity: int = Field(256, ge=1, description="rollouts remembered, the newest of each prompt and reward")
 
 
+class OverlongOptions(_Options):
+    """``rollout.options.overlong_penalty``; the defaults are in the proportion of the paper's 4,096 of 20,480."""
+
+    most: int | None = Field(
+        None, ge=1, description="sampled tokens at which all of it is due; rollout.max_episode_tokens if None"
+    )
+    buffer: int | None = Field(None, ge=1, description="tokens before that over which it grows; a fifth if None")
+    factor: float = Field(1.0, gt=0, description="the whole penalty")
+
+    def within(self, max_episode_tokens: int) -> tuple[int, int]:
+        """Where it is whole, and the tokens before that over which it grows.
+
+        Raises:
+            ValueError: it begins below 0, or where no episode of this many tokens comes.
+        """
+        most = self.most or max_episode_tokens
+        buffer = self.buffer or max(1, most // 5)
+        if not 0 <= most - buffer < max_episode_tokens:
+            raise ValueError(
+                f"overlong_penalty: most - buffer = {most - buffer} sampled tokens, where it begins, is not between 0 "
+                f"and max_episode_tokens = {max_episode_tokens}"
+            )
+        return most, buffer
+
+
 AnyOptions = TypeVar("AnyOptions", bound=BaseModel)
 
 
@@ -63,10 +96,13 @@ class Strategies:
     vade: VadeOptions | None
     samples: SampleOptions | None
     replay: ReplayOptions | None
+    overlong: OverlongOptions | None
 
     @staticmethod
-    def of(names: Sequence[str], options: Mapping[str, Mapping[str, Any]], group: int) -> Strategies:
-        """For groups of this size.
+    def of(
+        names: Sequence[str], options: Mapping[str, Mapping[str, Any]], *, group: int, max_episode_tokens: int
+    ) -> Strategies:
+        """For groups of this size and episodes of at most so many tokens.
 
         Raises:
             ConfigError: a name that is unknown, of another hook or library only.
@@ -97,7 +133,10 @@ class Strategies:
             vade=of("vade", VadeOptions),
             samples=of("d3s_samples", SampleOptions),
             replay=of("cross_context_replay", ReplayOptions),
+            overlong=of("overlong_penalty", OverlongOptions),
         )
+        if found.overlong:
+            found.overlong.within(max_episode_tokens)  # raises where it never acts
         if found.branching and found.branching.initial_of(group) >= group:
             raise ValueError(
                 f"arpo_branching: initial = {found.branching.initial} leaves no branch in groups of {group}"
@@ -105,6 +144,19 @@ class Strategies:
         if found.samples and found.samples.keep_of(group) >= group:
             raise ValueError(f"d3s_samples: keep = {found.samples.keep_of(group)} drops nothing of groups of {group}")
         return found
+
+
+def with_overlong_penalty(trajectory: Trajectory, options: OverlongOptions, max_episode_tokens: int) -> Trajectory:
+    """The penalty added to the reward, and told as its term ``overlong``; a void trajectory as it is.
+
+    Only sampled tokens count: a tool's long answer is not the policy's doing. DAPO, arXiv 2503.14476, Eq. 13.
+    """
+    if trajectory.reward is None:
+        return trajectory
+    most, buffer = options.within(max_episode_tokens)
+    length = torch.tensor([trajectory.num_sampled])
+    penalty = overlong_penalty(length, most=most, buffer=buffer, factor=options.factor).item()
+    return replace(trajectory, reward=trajectory.reward + penalty, terms={**trajectory.terms, "overlong": penalty})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,7 +110,7 @@ class RolloutConfig(Section):
 
     @property
     def strategies(self) -> Strategies:
-        return Strategies.of(self.sampling, self.options, self.group)
+        return Strategies.of(self.sampling, self.options, group=self.group, max_episode_tokens=self.max_episode_tokens)
 
     @model_validator(mode="before")
     @classmethod

@@ -28,7 +28,7 @@ def overlong_penalty(length_B: Tensor, *, most: int = 20480, buffer: int = 4096,
 
     DAPO, arXiv 2503.14476, Eq. 13.
     """
-    return -factor * ((length_B - (most - buffer)).double() / buffer).clamp(0, 1)
+    return factor * ((most - buffer - length_B).double() / buffer).clamp(-1, 0)
 
 
 VADE_DECAY = 0.9

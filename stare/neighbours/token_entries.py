@@ -290,7 +290,7 @@ SAMPLING = (
         function=sampling.overlong_penalty,
         formula="0 up to L - B tokens, then linear to -1 at L",
         source="DAPO, arXiv 2503.14476",
-        needs="a reward term that calls it",
+        note="of sampled tokens alone; L is `rollout.max_episode_tokens` unless set, B a fifth of it",
     ),
     Method(
         name="vade",

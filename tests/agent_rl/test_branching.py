@@ -170,7 +170,7 @@ def assert_branches_are_right(trajectories: Sequence[Trajectory], beam: int) -> 
     assert all(number <= beam - 1 for number in places.values())
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 99),
     failures=st.sampled_from([0.0, 0.15]),

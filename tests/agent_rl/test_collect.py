@@ -79,7 +79,7 @@ def collected(tasks: list[str], seed: int, *, failures: float = 0.0, enough: int
     return result, engine
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 99),
     groups=st.integers(1, 5),
@@ -99,7 +99,7 @@ def test_every_member_comes_back_once_whatever_was_slow_or_lost(
             assert trajectory.num_sampled == 2 * len(trajectory.turns)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 99), concurrency=st.one_of(st.none(), st.integers(1, 20)))
 def test_the_rest_is_cancelled_when_enough_groups_differ_inside(seed: int, concurrency: int | None) -> None:
     tasks = ["differs", "same", "differs", "same", "differs", "differs"]
@@ -109,6 +109,16 @@ def test_the_rest_is_cancelled_when_enough_groups_differ_inside(seed: int, concu
     assert len(complete) == 2
     for tokens in result.cancelled_tokens:
         assert tokens >= 0
+
+
+def test_length_costs_every_member_where_it_is_asked_to() -> None:
+    price = {"overlong_penalty": {"most": 8, "buffer": 4}}
+    result, _ = collected(
+        ["differs", "same", "same", "same"], 0, failures=0.1, sampling=("overlong_penalty",), options=price
+    )
+    told = {(t.num_sampled, t.terms["overlong"]) for t in result.trajectories if not t.is_void}
+    assert told == {(2, 0.0), (4, 0.0), (6, -0.5), (8, -1.0)}
+    assert all(t.reward == 1.0 + t.terms["overlong"] for t in result.trajectories if not t.is_void and t.group > 5)
 
 
 def test_refills_end_and_leave_a_void_member() -> None:

@@ -39,7 +39,7 @@ def sampled_with(batch: UpdateBatch, logp_T: torch.Tensor) -> UpdateBatch:
 
 @pytest.mark.parametrize("name", NAMES)
 @given(seed=st.integers(0, 10_000))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_where_the_policies_agree_nothing_changes_by_a_bit(name: CorrectionName, seed: int) -> None:
     batch = make_batch()
     scored = statistics_of(batch, seed)
@@ -54,7 +54,7 @@ def test_where_the_policies_agree_nothing_changes_by_a_bit(name: CorrectionName,
 
 @pytest.mark.parametrize("name", NAMES)
 @given(seed=st.integers(0, 10_000))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_weights_by_hand_multiply_the_coefficients(name: CorrectionName, seed: int) -> None:
     batch = make_batch()
     scored = statistics_of(batch, seed)

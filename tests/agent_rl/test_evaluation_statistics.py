@@ -60,7 +60,7 @@ def test_averages_weigh_problems_not_samples() -> None:
     assert ev.avg_at_k([[True]]) == ev.Estimate(value=1.0, problems=1)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(rows=ROWS, copies=st.integers(2, 4))
 def test_more_samples_that_say_the_same_make_nothing_surer(rows: list[list[bool]], copies: int) -> None:
     once, often = ev.avg_at_k(rows), ev.avg_at_k([row * copies for row in rows])

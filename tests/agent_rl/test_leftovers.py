@@ -173,7 +173,7 @@ def test_the_last_step_cancels_the_rest_reports_its_lengths_and_leaves_it_pendin
     run(main())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_every_prompt_is_consumed_once_whatever_was_slow_lost_or_killed(data: st.DataObject) -> None:
     seed = data.draw(st.integers(0, 999), "seed")

@@ -23,7 +23,7 @@ from agent_rl.checkpoint import RunState
 from agent_rl.config import ConfigError, RunConfig, load_config
 from agent_rl.plan import update_batch
 from agent_rl.records import rollout_metrics
-from agent_rl.sampling import SamplingState, StepSampling, Strategies
+from agent_rl.sampling import SamplingState, StepSampling, Strategies, with_overlong_penalty
 from agent_rl.seeds import shuffled_index
 from agent_rl.setup import preflight
 from agent_rl.types import Trajectory, Turn
@@ -37,7 +37,7 @@ GROUP = 4
 
 
 def sampling(state: SamplingState, step: int, *names: str, tasks: TaskList = TASKS, **options: Any) -> StepSampling:
-    strategies = Strategies.of(names, options, GROUP)
+    strategies = Strategies.of(names, options, group=GROUP, max_episode_tokens=100)
     return StepSampling(strategies, state, tasks, group=GROUP, seed=5, step=step)
 
 
@@ -193,6 +193,25 @@ def test_r3_leaves_groups_with_a_difference_alone_and_forgets_the_oldest() -> No
 
 
 @pytest.mark.parametrize(
+    ("options", "limit", "penalty"),
+    [
+        ({"most": 5, "buffer": 4, "factor": 0.5}, 100, -0.25),  # of three sampled tokens, two are beyond one
+        ({"most": 3, "buffer": 1}, 100, -1.0),
+        ({"most": 7, "buffer": 4}, 100, 0.0),
+        ({"buffer": 2}, 4, -0.5),
+        ({}, 10, 0.0),
+    ],
+)
+def test_length_is_paid_for_by_the_sampled_token(options: dict[str, Any], limit: int, penalty: float) -> None:
+    chosen = Strategies.of(["overlong_penalty"], {"overlong_penalty": options}, group=2, max_episode_tokens=limit)
+    assert chosen.overlong is not None
+    right, void = rollouts([Task(id="0", prompt="question")], [[1.0, None]])
+    paid = with_overlong_penalty(right, chosen.overlong, limit)
+    assert (paid.reward, paid.terms) == (1.0 + penalty, {"correct": 1.0, "overlong": penalty})
+    assert with_overlong_penalty(void, chosen.overlong, limit) is void
+
+
+@pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["--rollout.sampling", '["arpo"]'], "did you mean 'arpo_branching'"),
@@ -210,6 +229,17 @@ def test_r3_leaves_groups_with_a_difference_alone_and_forgets_the_oldest() -> No
         (
             ["--rollout.sampling", '["arpo_branching"]', "--rollout.options.arpo_branching.initial", "8"],
             "initial = 8 leaves no branch in groups of 8",
+        ),
+        (
+            ["--rollout.sampling", "overlong_penalty", "--rollout.options.overlong_penalty.most", "99999"],
+            "most - buffer = 80000 sampled tokens, where it begins, is not between 0",
+        ),
+        (
+            [
+                *["--rollout.sampling", "overlong_penalty", "--rollout.options.overlong_penalty.most", "100"],
+                *["--rollout.options.overlong_penalty.buffer", "101"],
+            ],
+            "most - buffer = -1 sampled tokens",
         ),
     ],
 )

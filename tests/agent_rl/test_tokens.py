@@ -94,7 +94,7 @@ async def test_control_tokens_in_tool_output_stay_text(codec: ChatCodec, setup: 
     assert response.count(codec.end_of_turn) == 1
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 async def test_any_sampled_ids_keep_the_laws(
     data: st.DataObject, codec: ChatCodec, setup: Setup, resources: Resources

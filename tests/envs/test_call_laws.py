@@ -25,7 +25,7 @@ NAMES = sorted(DIALECTS)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=SOUP, finish=st.sampled_from(["stop", "length"]))
 def test_reading_never_raises_and_spans_are_in_order(name: str, text: str, finish: Any) -> None:
     turn = parsed_turn(get_dialect(name), text, finish, TOOLS)
@@ -42,7 +42,7 @@ PROSE = st.text(alphabet=string.ascii_letters + string.digits + " .,;:!?\n=+-*/\
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(text=PROSE)
 def test_prose_calls_nothing(name: str, text: str) -> None:
     turn = parsed_turn(get_dialect(name), text, "stop", TOOLS)
@@ -68,7 +68,7 @@ def _sayable(name: str, arguments: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("name", WITH_ARGUMENTS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(arguments=VALUES, thought=st.sampled_from(["", "<think>hm</think>\n", "hm</think>\n"]))
 def test_what_was_written_is_read_back(name: str, arguments: dict[str, Any], thought: str) -> None:
     if not _sayable(name, arguments):

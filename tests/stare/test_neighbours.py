@@ -251,7 +251,7 @@ def peers(batch: list[Episode], i: int, t: int, same: Callable[[int, int], bool]
 
 
 @given(batch=episodes)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_trloo_leaves_one_out_per_turn(batch: list[Episode]) -> None:
     def formula(i: int, t: int) -> float:
         others = [naive_return(batch, j, u, 1.0) for j, u in peers(batch, i, t, lambda j, u: u == t) if j != i]
@@ -261,7 +261,7 @@ def test_trloo_leaves_one_out_per_turn(batch: list[Episode]) -> None:
 
 
 @given(batch=episodes)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_turn_normalisation_and_mapo(batch: list[Episode]) -> None:
     everyone = [naive_return(batch, j, u, 0.9) for j, u in places(batch)]
 
@@ -279,7 +279,7 @@ def test_turn_normalisation_and_mapo(batch: list[Episode]) -> None:
 
 
 @given(batch=episodes)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_gigpo_adds_a_comparison_among_equal_states(batch: list[Episode]) -> None:
     def formula(i: int, t: int) -> float:
         totals = [sum(rewards) for group, rewards, _ in batch if group == batch[i][0]]
@@ -292,7 +292,7 @@ def test_gigpo_adds_a_comparison_among_equal_states(batch: list[Episode]) -> Non
 
 
 @given(batch=episodes)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_hgpo_weighs_groups_of_longer_common_history_more(batch: list[Episode]) -> None:
     def history(j: int, u: int, k: int) -> list[int]:
         return [batch[j][2][u - back] if u - back >= 0 else -1 for back in range(k)]
@@ -311,7 +311,7 @@ def test_hgpo_weighs_groups_of_longer_common_history_more(batch: list[Episode]) 
 
 
 @given(batch=episodes)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_igpo_normalises_gains_and_outcomes_apart(batch: list[Episode]) -> None:
     def is_last(j: int, u: int) -> bool:
         return u == len(batch[j][1]) - 1
@@ -333,7 +333,7 @@ def test_information_gain_by_hand() -> None:
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 999))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_call_matching_is_the_best_of_all_assignments(predicted: int, gold: int, seed: int) -> None:
     similarity = torch.rand(predicted, gold, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     reward = turn_methods.call_match_rewards(similarity)
@@ -355,7 +355,7 @@ def test_a_greedy_match_is_not_the_best_one() -> None:
 
 
 @given(batch=episodes, outcomes=st.lists(st.sampled_from([0.0, 1.0]), min_size=9, max_size=9))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_match_tir_is_the_mean_of_two_advantages(batch: list[Episode], outcomes: list[float]) -> None:
     outcome = torch.tensor([outcomes[i] for i, _ in places(batch)], dtype=torch.float64)
     got = turn_methods.match_tir(turns_of(batch), outcome_U=outcome)
@@ -378,7 +378,7 @@ COMPARED = [m.name for m in METHODS.values() if m.hook == "turn advantage" and m
 
 @pytest.mark.parametrize("name", COMPARED)
 @given(batch=episodes, level=st.sampled_from([0.0, 0.1, 1.0]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_turns_of_a_lone_or_equal_group_have_advantage_zero(name: str, batch: list[Episode], level: float) -> None:
     """Outcome rewards, which are all the loop has: nothing before the last turn."""
     final = [(group, [0.0] * (len(r) - 1) + [level], anchors) for group, r, anchors in batch]

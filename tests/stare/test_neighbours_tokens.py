@@ -52,7 +52,7 @@ def with_ones(batch: Tokens, values: list[float]) -> list[float]:
 
 
 @given(seed=seeds)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_selections_over_the_batch_are_those_of_a_full_sort(seed: int) -> None:
     batch = tokens(seed)
     table = listed(batch)
@@ -73,7 +73,7 @@ def test_selections_over_the_batch_are_those_of_a_full_sort(seed: int) -> None:
 
 
 @given(seed=seeds)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_covariance_methods(seed: int) -> None:
     batch = tokens(seed)
     table = listed(batch)
@@ -93,7 +93,7 @@ def test_covariance_methods(seed: int) -> None:
 
 
 @given(seed=seeds)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_weights_per_token_are_their_formulas(seed: int) -> None:
     batch = tokens(seed)
     table = listed(batch)
@@ -117,7 +117,7 @@ def test_weights_per_token_are_their_formulas(seed: int) -> None:
 
 
 @given(seed=seeds)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_weights_from_other_policies(seed: int) -> None:
     batch = tokens(seed)
     logp, sampler = batch.logp_T.tolist(), batch.needed("sampler_logp_T").tolist()
@@ -158,7 +158,7 @@ WEIGHTS = [m for m in METHODS.values() if m.hook == "token weight" and m.name !=
 
 @pytest.mark.parametrize("name", [m.name for m in WEIGHTS])
 @given(seed=seeds)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_weights_are_finite_one_without_advantage_and_follow_the_tokens(name: str, seed: int) -> None:
     batch = tokens(seed)
     got = METHODS[name].function(batch)
@@ -255,7 +255,7 @@ def ratio_case(seed: int, size: int = 30) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 
 @given(seed=seeds)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_ratio_rules_per_token_are_their_formulas(seed: int) -> None:
     new, old, coefficient, _ = ratio_case(seed)
     pairs = list(zip((new.detach() - old).exp().tolist(), coefficient.tolist(), strict=True))
@@ -268,7 +268,7 @@ def test_ratio_rules_per_token_are_their_formulas(seed: int) -> None:
 
 
 @given(seed=seeds)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_ratio_rules_per_segment_are_their_formulas(seed: int) -> None:
     new, old, coefficient, segment = ratio_case(seed)
     gspo = ratios.gspo(new, old, coefficient, segment_M=segment, clip_low=0.1, clip_high=0.2)
@@ -298,7 +298,7 @@ def test_ratio_rules_per_segment_are_their_formulas(seed: int) -> None:
 
 @pytest.mark.parametrize("name", [m.name for m in METHODS.values() if m.hook == "ratio"])
 @given(seed=seeds)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_at_the_old_policy_every_rule_has_the_plain_gradient_and_zero_stays_zero(name: str, seed: int) -> None:
     new, _, coefficient, segment = ratio_case(seed)
     extra = {"segment_M": segment} if name in ("gspo", "gmpo", "turn_ratio") else {}
@@ -313,7 +313,7 @@ def test_at_the_old_policy_every_rule_has_the_plain_gradient_and_zero_stays_zero
 
 
 @given(seed=seeds)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_the_default_rule_is_the_surrogate_bit_for_bit_and_split_by_segment_nothing_changes(seed: int) -> None:
     new, old, coefficient, segment = ratio_case(seed)
     assert torch.equal(ratios.dapo(new, old, coefficient).loss, surrogate_sum(new, old, coefficient).loss)
@@ -371,7 +371,7 @@ def test_the_adaptive_coefficient_rises_below_the_target_and_falls_above() -> No
 
 
 @given(seed=seeds)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_lp_reg_is_a_divergence_from_the_denoised_old_policy(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     new, old = (3 * torch.randn(5, 7, dtype=torch.float64, generator=generator) for _ in range(2))
@@ -395,7 +395,7 @@ def test_groups_to_keep_and_the_length_penalty() -> None:
 
 
 @given(st.lists(st.sampled_from([0.0, 0.2, 0.5, 1.0]), min_size=2, max_size=7), st.integers(2, 5))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_d3s_keeps_the_subset_of_largest_variance(rewards: list[float], keep: int) -> None:
     kept = sampling.d3s_samples(torch.tensor(rewards, dtype=torch.float64), torch.zeros(len(rewards)), keep=keep)
     if len(rewards) <= keep or len(set(rewards)) == 1:
