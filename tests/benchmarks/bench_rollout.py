@@ -1,9 +1,10 @@
 """Multi-turn rollouts beside the engine alone and beside a lock-step driver: python tests/benchmarks/bench_rollout.py
 
-SmolLM2-135M on vLLM. Each turn of each sequence has a length of its own, evenly spread in its logarithm as real turns
-are uneven, and the same for all ways; nothing stops it early. The engine alone samples a sequence's tokens in one
-request, ours and the lock-step driver in three turns with a tool in between. Tools take 50 ms, or between 50 ms and 5 s
-with an evenly spread logarithm.
+SmolLM2-135M on vLLM, or with ``--model tiny`` the quickstart's untrained one, whose sequences grow as fast as a large
+model's on a GPU: the time to generate and that of the tools then stand in the proportion of such a machine. Each turn
+of each sequence has a length of its own, evenly spread in its logarithm as real turns are uneven, and the same for all
+ways; nothing stops it early. The engine alone samples a sequence's tokens in one request, ours and the lock-step driver
+in three turns with a tool in between. Tools take 50 ms, or between 50 ms and 5 s with an evenly spread logarithm.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+
+from bench_trl import untrained_tiny
 
 from agent_rl.codec import ChatCodec
 from agent_rl.collect import Collector
-from agent_rl.config import RolloutConfig
+from agent_rl.config import RolloutConfig, load_config
 from agent_rl.engines.vllm import VllmEngine
 from agent_rl.models import load_tokenizer
 from agent_rl.smollm2 import prepare_smollm2
@@ -116,8 +121,7 @@ class Bench:
         return sum(map(sum, self.lengths)) / (time.perf_counter() - started)
 
 
-async def main(arguments: argparse.Namespace) -> None:
-    folder = prepare_smollm2()
+async def main(arguments: argparse.Namespace, folder: Path) -> None:
     codec = ChatCodec(load_tokenizer(folder), system_text=lambda schemas: "")
     engine = VllmEngine(model=folder, max_model_len=2048, max_num_seqs=arguments.seats, kv_cache_gb=2.0)
     await engine.start()
@@ -157,10 +161,15 @@ async def main(arguments: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=("smollm2", "tiny"), default="smollm2")
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--seats", type=int, default=32, help="sequences decoded at once")
     parser.add_argument("--shortest", type=int, default=16, help="tokens of a turn")
     parser.add_argument("--longest", type=int, default=256, help="tokens of a turn")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="", help="ways whose name has this in it, beside the engine alone")
-    asyncio.run(main(parser.parse_args()))
+    given = parser.parse_args()
+    with TemporaryDirectory() as home:
+        tiny = given.model == "tiny"
+        model = untrained_tiny(Path(home), load_config("quickstart")) if tiny else prepare_smollm2()
+        asyncio.run(main(given, model))
