@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -189,19 +189,30 @@ async def _first_weights_again(engine: VllmEngine, reference: Any) -> AsyncItera
     await engine.update_weights(reference.named_parameters(), engine.weight_version + 1)
 
 
+Running = asyncio.Future[list[asyncio.Task[Generation]]]
+
+
 @contextlib.contextmanager
-def before_pause(engine: VllmEngine, hook: Callable[[], Awaitable[None]]) -> Iterator[None]:
-    """Awaits ``hook`` when an update has written its tensors, however long that took, and is about to pause vLLM."""
+def begun_before_pause(engine: VllmEngine, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[Running]:
+    """An update made inside begins these requests when it has written its tensors, however long that took, and pauses
+    vLLM a fifth of a second later."""
     llm: Any = engine._llm
     pause = llm.pause_generation
+    begun: Running = asyncio.get_running_loop().create_future()
 
-    async def pause_after_hook(**arguments: Any) -> None:
-        await hook()
+    async def begin_and_pause(**arguments: Any) -> None:
+        begun.set_result(
+            [
+                asyncio.create_task(engine.generate(prompt, sampling, request_id=f"running-{i}"))
+                for i, prompt in enumerate(prompts)
+            ]
+        )
+        await asyncio.sleep(0.2)
         await pause(**arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm, "pause_generation", pause_after_hook)
-        yield
+        patch.setattr(llm, "pause_generation", begin_and_pause)
+        yield begun
 
 
 @pytest.mark.usefixtures("_first_weights_again")
@@ -209,16 +220,9 @@ async def test_request_under_way_keeps_its_weights_and_later_ones_get_the_new(
     engine: VllmEngine, reference: Any, changed: Any, text_ids: list[int]
 ) -> None:
     version = engine.weight_version
-    started: asyncio.Future[asyncio.Task[Generation]] = asyncio.get_running_loop().create_future()
-
-    async def start() -> None:
-        sampling = Sampling(max_tokens=60, seed=1)
-        started.set_result(asyncio.create_task(engine.generate(text_ids[:20], sampling, request_id="running")))
-        await asyncio.sleep(0.1)
-
-    with before_pause(engine, start):
+    with begun_before_pause(engine, [text_ids[:20]], Sampling(max_tokens=120, seed=1)) as begun:
         update = asyncio.create_task(engine.update_weights(changed.named_parameters(), version + 1))
-        running = await started
+        (running,) = await begun
         await asyncio.wait([running, update], return_when=asyncio.FIRST_COMPLETED)
     assert running.done()
     assert not update.done()
@@ -237,17 +241,9 @@ async def test_completions_that_cross_an_update_say_which_weights_made_which_tok
     monkeypatch.setattr(engine, "_pause_mode", "keep")  # as made with change_midway
     version = engine.weight_version
     prompts = [text_ids[i : i + 20 + 40 * i] for i in range(3)]
-    running: list[asyncio.Task[Generation]] = []
-
-    async def start() -> None:
-        for i, prompt in enumerate(prompts):
-            sampling = Sampling(max_tokens=80, temperature=0.7, seed=i)
-            running.append(asyncio.create_task(engine.generate(prompt, sampling, request_id=f"x{i}")))
-        await asyncio.sleep(0.3)
-
-    with before_pause(engine, start):
+    with begun_before_pause(engine, prompts, Sampling(max_tokens=80, temperature=0.7, seed=1)) as begun:
         await engine.update_weights(changed.named_parameters(), version + 1)
-    assert len(running) == 3
+    running = await begun
     assert not any(task.done() for task in running)  # the update did not wait for them
     later = await engine.generate(prompts[0], Sampling(max_tokens=4, seed=1), request_id="later")
     assert (later.weight_version, later.weight_changes) == (version + 1, ())
@@ -273,17 +269,10 @@ async def test_update_cancelled_while_requests_finish_changes_nothing(
     with pytest.raises(PublishError, match="tensors are missing"):
         await engine.update_weights(list(changed.named_parameters())[1:], version + 1)
     assert shared_files() == []
-    started: asyncio.Future[asyncio.Task[Generation]] = asyncio.get_running_loop().create_future()
-
-    async def start() -> None:
-        sampling = Sampling(max_tokens=120, seed=1)
-        started.set_result(asyncio.create_task(engine.generate(text_ids[:20], sampling, request_id="long")))
-        await asyncio.sleep(0.1)
-
-    with before_pause(engine, start):
+    with begun_before_pause(engine, [text_ids[:20]], Sampling(max_tokens=120, seed=1)) as begun:
         update = asyncio.create_task(engine.update_weights(changed.named_parameters(), version + 1))
-        running = await started
-        await asyncio.sleep(0.3)
+        (running,) = await begun
+        await asyncio.sleep(0.4)  # it waits inside vLLM now
         assert not running.done()
         update.cancel()
         with pytest.raises(asyncio.CancelledError):
