@@ -113,7 +113,7 @@ async def an_endless_computation_ends_at_the_deadline(box: Sandbox) -> None:
 
 
 async def lines_printed_before_the_deadline_come_back(box: Sandbox) -> None:
-    _is(await box.exec("for i in range(3): print(i)\nwhile True: pass", timeout_s=0.5), "0\n1\n2\n", "timeout")
+    _is(await box.exec("for i in range(3): print(i)\nwhile True: pass", timeout_s=1.5), "0\n1\n2\n", "timeout")
 
 
 async def endless_output_is_bounded_and_counted(box: Sandbox) -> None:
@@ -187,7 +187,7 @@ async def a_session_that_dies_begins_anew(box: Sandbox) -> None:
     await box.exec("y = 5", session="other")
     for code, status in (("while True: pass", "timeout"), ("import os; os._exit(3)", "error")):
         await box.exec("x = 1", session="a")
-        result = await box.exec("print('said')\n" + code, session="a", timeout_s=0.5)
+        result = await box.exec("print('said')\n" + code, session="a", timeout_s=1.5)
         _is(result, "said\n", status)
         again = await box.exec("print('x' in globals())", session="a")
         _is(again, "False\n")
@@ -306,10 +306,13 @@ async def output_is_told_while_the_program_runs(box: Sandbox) -> None:
         "time.sleep(0.5); print('c' * 10**6)"
     )
     for session in (None, "a"):
-        heard.clear()
-        result = await box.exec(
-            code, session=session, on_output=lambda name, data: heard.append((name, data, loop.time()))
-        )
+        for _ in range(5):  # where all stood still for a moment, what was told in time is heard late
+            heard.clear()
+            result = await box.exec(
+                code, session=session, on_output=lambda name, data: heard.append((name, data, loop.time()))
+            )
+            if heard[1][2] - heard[0][2] > 0.2:
+                break
         assert [(name, data) for name, data, _ in heard[:2]] == [("stdout", b"a\n"), ("stderr", b"b\n")], heard[:2]
         assert heard[1][2] - heard[0][2] > 0.2, heard[:2]
         told = b"".join(data for name, data, _ in heard if name == "stdout")

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from agent_rl.errors import ConfigError
 from agent_rl.types import FinishReason, Generation, Sampling
 
 CONNECT_S = 10.0
+KEEP_S = 2.0
+"""A connection that was idle for longer is not used again. vLLM ends one after 5 s, which we may not have heard yet."""
 
 
 @dataclass(slots=True)
@@ -61,6 +64,8 @@ class VllmServerEngine:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._file = SharedFile()
         self._session: aiohttp.ClientSession | None = None
+        self._admits, self._ended = asyncio.Event(), asyncio.Event()  # requests; one of them has
+        self._admits.set()
 
     async def start(self) -> None:
         """Raises ``ConfigError`` when a server does not answer or was started without what training needs."""
@@ -69,7 +74,8 @@ class VllmServerEngine:
         self._vocabulary = AutoConfig.from_pretrained(self._model).get_text_config().vocab_size
         self._shapes = parameter_shapes(self._model)
         timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_S)
-        self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S)
+        self._session = aiohttp.ClientSession(timeout=timeout, connector=connector)
         for server in self._servers:
             try:
                 card = (await self._call(server, "GET", "/v1/models"))["data"][0]
@@ -113,6 +119,7 @@ class VllmServerEngine:
             "request_id": request_id,
         }
         while True:
+            await self._admits.wait()
             server = min(self._alive(), key=lambda server: server.in_flight)
             server.in_flight += 1
             version = self.weight_version
@@ -125,6 +132,7 @@ class VllmServerEngine:
                 raise EngineFailure(f"{server.url} refuses the request: {error}") from error
             finally:
                 server.in_flight -= 1
+                self._ended.set()
             return _generation(answer, version, server.url, sampling.top_logprobs)
 
     async def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
@@ -149,9 +157,23 @@ class VllmServerEngine:
                     server.fault = f"{server.url}: weights version {version} did not load: {error}"
                     raise PublishError(server.fault) from error
 
-            await asyncio.gather(*(load(server) for server in self._alive()))
-        self._alive()
-        self.weight_version = version
+            async with self._nothing_under_way():
+                await asyncio.gather(*(load(server) for server in self._alive()))
+                self._alive()
+                self.weight_version = version
+
+    @asynccontextmanager
+    async def _nothing_under_way(self) -> AsyncIterator[None]:
+        """Requests have ended, and later ones wait: two of ours may reach a server in another order than they were
+        sent in, and each completion is stamped with the version that it asked."""
+        self._admits.clear()
+        try:
+            while any(server.in_flight for server in self._servers):
+                self._ended.clear()
+                await self._ended.wait()
+            yield
+        finally:
+            self._admits.set()
 
     async def sleep(self) -> None:
         """Servers have GPUs of their own."""

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from timed import run
 
 from agent_rl.collect import Collector
 from agent_rl.config import LearnerConfig, RolloutConfig
@@ -137,7 +138,7 @@ def collected(
     settings = RolloutConfig(**{"group": 6, "max_refills": 50, "max_failures": 10_000, **strategy, **config})
     collector = Collector(make_env, engine=engine, codec=Codec(), config=settings, seed=0)  # type: ignore[arg-type]
     tasks = [Task(id=str(number), prompt="") for number in range(groups)]
-    result = asyncio.run(collector.groups(tasks, 1, first_group=3))
+    result = run(collector.groups(tasks, 1, first_group=3))
     assert Env.opened == 0, "an environment was not closed"
     return tuple(replace(trajectory, seconds={}) for trajectory in result.trajectories)
 

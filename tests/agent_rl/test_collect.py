@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from timed import Codec, Seats
+from timed import Codec, Seats, run
 
 from agent_rl.collect import Collector
 from agent_rl.config import RolloutConfig
@@ -72,7 +72,7 @@ def collected(tasks: list[str], seed: int, *, failures: float = 0.0, enough: int
         seed=0,  # type: ignore[arg-type]
     )
     todo = [Task(id=str(i), prompt="", answer=answer) for i, answer in enumerate(tasks)]
-    result = asyncio.run(collector.groups(todo, 1, first_group=5, enough=enough))
+    result = run(collector.groups(todo, 1, first_group=5, enough=enough))
     assert not +engine.joined, "an episode has not left"
     assert Env.opened == 0, "an environment was not closed"
     assert engine.at_once == 0
@@ -144,7 +144,7 @@ def test_a_completion_that_does_not_come_voids_its_episode_alone() -> None:
         config=config,
         seed=0,  # type: ignore[arg-type]
     )
-    result = asyncio.run(collector.groups([Task(id="0", prompt="", answer="differs")], 1))
+    result = run(collector.groups([Task(id="0", prompt="", answer="differs")], 1))
     void = [t for t in result.trajectories if t.is_void]
     assert [(t.member, t.failure.kind) for t in void if t.failure] == [(1, "time")]
     assert not +engine.joined
@@ -168,5 +168,5 @@ def test_admission_is_in_order(lanes: int) -> None:
         config=config,
         seed=0,  # type: ignore[arg-type]
     )
-    asyncio.run(collector.groups([Task(id=str(i), prompt="", answer="differs") for i in range(4)], 1))
+    run(collector.groups([Task(id=str(i), prompt="", answer="differs") for i in range(4)], 1))
     assert started == sorted(started)

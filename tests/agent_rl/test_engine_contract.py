@@ -14,7 +14,8 @@ import torch
 from agent_rl.config import ConfigError, load_config
 from agent_rl.engines import contract
 from agent_rl.engines.base import Engine
-from agent_rl.engines.contract import CHAT_CHECKS, CHECKS, TOLERANCE, Bench, ChatCheck, Check, check, moved
+from agent_rl.engines.chat_contract import CHAT_CHECKS, ChatCheck
+from agent_rl.engines.contract import CHECKS, TOLERANCE, Bench, Check, check, moved
 from agent_rl.engines.openai import Endpoint
 from agent_rl.engines.transformers import TransformersEngine
 from agent_rl.engines.vllm import VllmEngine

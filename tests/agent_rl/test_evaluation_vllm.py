@@ -96,7 +96,7 @@ async def vllm_serve(model: Path, log: Path) -> AsyncIterator[str]:
             stdout=file,
             stderr=subprocess.STDOUT,
             env={**os.environ, **environment},
-            start_new_session=True,
+            process_group=0,
         )
     try:
         async with aiohttp.ClientSession() as session, asyncio.timeout(240):

@@ -32,9 +32,10 @@ def vllm_process(model: Path, log: Path, *, max_model_len: int, max_num_seqs: in
     command += ["--weight-transfer-config", '{"backend": "agent-rl-file"}']
     command += ["--worker-extension-cls", "agent_rl.engines.vllm_worker.WorkerExtension"]
     settings = {"VLLM_SERVER_DEV_MODE": "1", "OMP_WAIT_POLICY": "PASSIVE", "VLLM_NO_USAGE_STATS": "1"}
+    settings["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = "3"  # seconds; the least that is more than ours
     with log.open("w") as file:
         process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **settings}, start_new_session=True
+            command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **settings}, process_group=0
         )
     url = f"http://127.0.0.1:{port}"
     try:

@@ -27,7 +27,7 @@ from sandboxes import SandboxSpec
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def local() -> AsyncIterator[Resources]:
-    async with Resources(SandboxSpec(kind="local", size=2, timeout_s=1.0)) as resources:
+    async with Resources(SandboxSpec(kind="local", size=2, timeout_s=3.0)) as resources:
         yield resources
 
 
@@ -53,7 +53,7 @@ async def test_output_and_errors_are_both_kept(local: Resources) -> None:
 @pytest.mark.asyncio(loop_scope="module")
 async def test_an_endless_program_is_stopped_and_the_next_gets_its_own_answer(local: Resources) -> None:
     texts = await shown(local, call(code="print('begun', flush=True)\nwhile True: pass"), call(code="print(1)"))
-    assert texts == ["begun\n[stopped: still running after 1 s]", "1"]
+    assert texts == ["begun\n[stopped: still running after 3 s]", "1"]
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -11,6 +11,11 @@ TOKEN = "a-token-of-tests"
 ROOT = Path(__file__).parents[2]
 
 
+def until_there(path: Path) -> str:
+    """A program that waits for a file; for sandboxes that see the files of the host."""
+    return f"import os, time\nwhile not os.path.exists({str(path)!r}): time.sleep(0.01)\n"
+
+
 class ServiceProcess:
     """``agent-rl sandbox serve`` on a free port."""
 

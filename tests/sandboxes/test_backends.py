@@ -44,9 +44,9 @@ async def test_a_traceback_shows_the_program_and_nothing_of_ours(box: Sandbox) -
 
 
 async def test_a_timeout_keeps_partial_output_and_the_next_call_gets_its_own_answer(box: Sandbox) -> None:
-    slow = await box.exec("print('partial', flush=True)\nwhile True: pass", timeout_s=0.5)
+    slow = await box.exec("print('partial', flush=True)\nwhile True: pass", timeout_s=2)
     assert (slow.status, slow.stdout, slow.exit_code) == ("timeout", "partial\n", None)
-    assert slow.wall_s < 3
+    assert slow.wall_s < 10
     assert (await box.exec("print(1)")).stdout == "1\n"
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
-from sandbox_services import TOKEN, ServiceProcess
+from sandbox_services import TOKEN, ServiceProcess, until_there
 
 from sandboxes import SandboxFailure, SandboxPool, SandboxSpec, SandboxUnavailable, resolve
 from sandboxes.remote import RemoteSandbox
@@ -22,6 +23,7 @@ async def test_sandboxes_are_spread_and_a_dead_hosts_share_goes_to_the_others() 
     async with ServiceProcess() as one, ServiceProcess() as two:
         spec = await resolve(SandboxSpec(kind="remote", hosts=(one.url, two.url), size=4))
         async with SandboxPool(spec) as pool:
+            all_four = asyncio.Barrier(4)
 
             async def host_of(number: int) -> str:
                 async with pool.lease() as box:
@@ -29,18 +31,29 @@ async def test_sandboxes_are_spread_and_a_dead_hosts_share_goes_to_the_others() 
                     assert box.host is not None
                     url = box.host.url  # a first program may move it
                     assert (await box.exec(f"print({number})")).stdout == f"{number}\n"
-                    await asyncio.sleep(0.3)
+                    if number < 4:
+                        await all_four.wait()
                     return url
 
             urls = await asyncio.gather(*(host_of(number) for number in range(4)))
             assert sorted(urls) == sorted([one.url, two.url] * 2)
             one.process.kill()
             await one.process.wait()
-            for number in range(6):
+            for number in range(4, 10):
                 assert await asyncio.wait_for(host_of(number), 20) == two.url
 
 
-async def test_a_first_program_is_run_elsewhere_a_later_one_is_our_failure() -> None:
+async def test_a_first_program_is_run_elsewhere_a_later_one_is_our_failure(tmp_path: Path) -> None:
+    begun, enough = tmp_path / "begun", tmp_path / "enough"
+
+    async def kill_when_begun(process: asyncio.subprocess.Process) -> None:
+        while not begun.exists():  # noqa: ASYNC110  # a file, not an event
+            await asyncio.sleep(0.01)
+        process.kill()
+        await process.wait()
+        begun.unlink()
+        enough.touch()
+
     async with ServiceProcess() as one, ServiceProcess() as two:
         by_url = {one.url: one, two.url: two}
         spec = SandboxSpec(kind="remote", hosts=(one.url, two.url))
@@ -48,13 +61,16 @@ async def test_a_first_program_is_run_elsewhere_a_later_one_is_our_failure() -> 
         await box.start()
         assert box.host is not None
         first = box.host.url
-        asyncio.get_running_loop().call_later(0.5, by_url[first].process.kill)
-        result = await box.exec("import time; time.sleep(1); print('done')")
+        program = f"open({str(begun)!r}, 'w')\n{until_there(enough)}print('done')"
+        result, _ = await asyncio.gather(box.exec(program), kill_when_begun(by_url[first].process))
         assert result.stdout == "done\n"
         assert box.host.url != first
-        asyncio.get_running_loop().call_later(0.3, by_url[box.host.url].process.kill)
+        enough.unlink()
+        begun.unlink(missing_ok=True)
+        killing = asyncio.create_task(kill_when_begun(by_url[box.host.url].process))
         with pytest.raises(SandboxFailure, match="gone with what ran there"):
-            await box.exec("import time; time.sleep(1)")
+            await box.exec(program)
+        await killing
         with pytest.raises(SandboxFailure, match="broken"):
             await box.exec("print(1)")
         await box.close()
