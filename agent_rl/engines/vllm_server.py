@@ -28,6 +28,7 @@ from agent_rl.errors import ConfigError
 from agent_rl.types import FinishReason, Generation, Sampling
 
 CONNECT_S = 10.0
+MAX_TRIES = 3
 KEEP_S = 2.0
 """A connection that was idle for longer is not used again. vLLM ends one after 5 s, which we may not have heard yet."""
 
@@ -42,7 +43,9 @@ class _Server:
 class VllmServerEngine:
     """Samples with one or several servers of one model; each request goes to the one with the fewest.
 
-    A request whose server dies is made again at another one: it has its own seed, so nothing is lost or counted twice.
+    A request that fails is made again, at another server if its own has died: it has its own seed, so nothing is lost
+    or counted twice. A server that does not answer is left out from then on, and so is one that has other weights than
+    ours, as after a new start.
 
     Args:
         urls: of the servers, without ``/v1``.
@@ -118,6 +121,7 @@ class VllmServerEngine:
             "return_token_ids": True,
             "request_id": request_id,
         }
+        failed = 0
         while True:
             await self._admits.wait()
             server = min(self._alive(), key=lambda server: server.in_flight)
@@ -126,7 +130,11 @@ class VllmServerEngine:
             try:
                 answer = await self._call(server, "POST", "/v1/completions", json=body)
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                server.fault = f"{server.url}: {error!r}"
+                failed += 1
+                if not await self._has_our_weights(server):
+                    server.fault = server.fault or f"{server.url}: {error!r}"
+                elif failed >= MAX_TRIES:
+                    raise EngineFailure(f"{failed} tries failed, the last at {server.url}: {error!r}") from error
                 continue
             except _Refused as error:
                 raise EngineFailure(f"{server.url} refuses the request: {error}") from error
@@ -134,6 +142,15 @@ class VllmServerEngine:
                 server.in_flight -= 1
                 self._ended.set()
             return _generation(answer, version, server.url, sampling.top_logprobs)
+
+    async def _has_our_weights(self, server: _Server) -> bool:
+        """Whether it answers, and with the version that it was given last."""
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                info = await self._call(server, "GET", "/weight_info")
+        except (aiohttp.ClientError, TimeoutError, OSError, _Refused):
+            return False
+        return bool(info.get("weight_version") == str(self.weight_version))
 
     async def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Requests under way finish with the old weights first, later ones wait for the new; on every server at once.

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -26,6 +27,40 @@ def gap(model: Any, prompt: list[int], generation: Generation) -> float:
         logits = model(torch.tensor([[*prompt, *generation.token_ids]])).logits[0, len(prompt) - 1 : -1]
     expected = torch.log_softmax(logits, -1).gather(-1, torch.tensor(generation.token_ids)[:, None])[:, 0]
     return float((expected - torch.tensor(generation.logprobs)).abs().max())
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+async def test_a_request_that_fails_is_made_again_where_the_server_lives(
+    vllm_server: tuple[str, int], tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = VllmServerEngine([vllm_server[0]], model=tiny_folder, max_model_len=200)
+    await engine.start()
+    call, losses = engine._call, 2
+
+    async def lossy(server: Any, method: str, path: str, **settings: Any) -> Any:
+        nonlocal losses
+        answer = await call(server, method, path, **settings)
+        if path == "/v1/completions" and losses > 0:
+            losses -= 1
+            raise aiohttp.ServerDisconnectedError
+        return answer
+
+    try:
+        whole = await engine.generate([5], Sampling(max_tokens=3, seed=1), request_id="whole")
+        monkeypatch.setattr(engine, "_call", lossy)
+        assert await engine.generate([5], Sampling(max_tokens=3, seed=1), request_id="lost-twice") == whole
+        losses = 3
+        with pytest.raises(EngineFailure, match=r"3 tries failed, the last at .*ServerDisconnectedError"):
+            await engine.generate([5], Sampling(max_tokens=3, seed=1), request_id="lost")
+        assert engine._servers[0].fault == ""
+        # One that was started anew has its first weights: it does not know our version.
+        await call(engine._servers[0], "POST", "/update_weight_version", json={"new_version": "default"})
+        losses = 1
+        with pytest.raises(EngineFailure, match=r"no vLLM server is left: .*ServerDisconnectedError"):
+            await engine.generate([5], Sampling(max_tokens=3, seed=1), request_id="elsewhere")
+    finally:
+        await engine.close()
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ def vllm_process(model: Path, log: Path, *, max_model_len: int, max_num_seqs: in
     command += ["--worker-extension-cls", "agent_rl.engines.vllm_worker.WorkerExtension"]
     settings = {"VLLM_SERVER_DEV_MODE": "1", "OMP_WAIT_POLICY": "PASSIVE", "VLLM_NO_USAGE_STATS": "1"}
     settings["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = "3"  # seconds; the least that is more than ours
+    # In a session of its own it would also be a scheduler group of its own, beside which its client may stand still.
     with log.open("w") as file:
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **settings}, process_group=0
