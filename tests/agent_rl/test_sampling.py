@@ -189,7 +189,7 @@ def test_r3_leaves_groups_with_a_difference_alone_and_forgets_the_oldest() -> No
     assert one.recalled(rollouts(one.draw(5, 1), [[None] * GROUP])) == []
 
 
-# Together, and by name
+# DAPO's price on length
 
 
 @pytest.mark.parametrize(
@@ -209,6 +209,9 @@ def test_length_is_paid_for_by_the_sampled_token(options: dict[str, Any], limit:
     paid = with_overlong_penalty(right, chosen.overlong, limit)
     assert (paid.reward, paid.terms) == (1.0 + penalty, {"correct": 1.0, "overlong": penalty})
     assert with_overlong_penalty(void, chosen.overlong, limit) is void
+
+
+# Together, and by name
 
 
 @pytest.mark.parametrize(
