@@ -48,12 +48,24 @@ __all__ = [
     "RunConfig",
     "StareConfig",
     "TaskConfig",
-    "differing_keys",
     "learner_config",
     "load_config",
+    "other_settings",
     "recipe_names",
     "validate",
 ]
+
+RESUMABLE = frozenset(
+    # What it is called, how far it goes and what is kept of it,
+    "name output steps checkpoint.every checkpoint.keep records.trajectories save_every "
+    # where it runs, and how much at once,
+    "engine.urls engine.max_num_seqs engine.kv_cache_gb rollout.concurrency rollout.max_failures sandbox.kind "
+    "sandbox.hosts sandbox.size sandbox.warm sandbox.max_uses threads learner.offload_path "
+    # and what trades memory for time: the gradient is the same but for rounding.
+    "learner.layout learner.micro_tokens learner.max_micro_sequences learner.chunk_tokens "
+    "learner.activation_checkpointing".split()
+)
+"""Settings in which a continuation may differ from the run that it continues."""
 
 
 class RunConfig(Section):
@@ -177,10 +189,11 @@ def learner_config(overrides: Sequence[str]) -> LearnerConfig:
     return validate(tree).learner
 
 
-def differing_keys(a: RunConfig, b: RunConfig) -> list[str]:
-    """Dotted keys in which two configs differ."""
-    flat_a, flat_b = _flatten(a.model_dump(mode="json")), _flatten(b.model_dump(mode="json"))
-    return sorted(key for key in flat_a.keys() | flat_b.keys() if flat_a.get(key) != flat_b.get(key))
+def other_settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """Dotted keys in which a continuation and its run differ and may not."""
+    flat_a, flat_b = _flatten(a), _flatten(b)
+    keys = (flat_a.keys() | flat_b.keys()) - RESUMABLE
+    return sorted(key for key in keys if flat_a.get(key) != flat_b.get(key))
 
 
 def _read_recipe(recipe: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 from rich.console import Console
 
-from agent_rl.config import ConfigError, RunConfig, differing_keys, validate
+from agent_rl.config import ConfigError, RunConfig, other_settings, validate
 from agent_rl.evaluation.suites import Part
 from agent_rl.evaluation.training import evaluation_parts
 from agent_rl.machine import check_engine, check_learner
@@ -25,9 +25,6 @@ from agent_rl.seeds import shuffled_index
 from envs import EnvSpec, Limits, Resources, Task, TaskSource, ToolEnv, get
 from envs.parsers import Dialect, get_dialect, guess_dialect
 from sandboxes import SandboxSpec, resolve
-
-RESUMABLE = {"name", "output", "steps", "checkpoint.every", "checkpoint.keep", "records.trajectories", "sandbox.kind"}
-"""Settings in which a continuation may differ from the run that it continues."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +113,8 @@ def check_continues(config: RunConfig) -> None:
     stored = config.folder / "config.json"
     if not stored.is_file():
         return
-    differing = [key for key in differing_keys(config, read_run_config(config.folder)) if key not in RESUMABLE]
-    if differing:
+    before = read_run_config(config.folder)
+    if differing := other_settings(config.model_dump(mode="json"), before.model_dump(mode="json")):
         raise ConfigError(
             f"{config.folder} holds a run with other settings ({', '.join(differing)}): "
             "choose another --name, or remove the folder"

@@ -8,10 +8,11 @@ ReTool, arXiv 2504.11536, and ``output`` fences of ToRA, arXiv 2309.17452).
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from rich.console import Console
 
 from agent_rl.codec import ChatCodec
-from agent_rl.config import ConfigError, LearnerConfig
+from agent_rl.config import ConfigError, LearnerConfig, other_settings
 from agent_rl.pack import SampledSequence
 from agent_rl.progress import bars
 from agent_rl.seeds import shuffled_index
@@ -168,7 +169,8 @@ def sft(
     """Fine-tune ``model`` on the traces of ``data`` into the model folder ``out``; a killed run goes on where it was.
 
     Raises:
-        ConfigError: no model, no traces, a bad row, no trace within ``max_tokens``, or what this machine cannot do.
+        ConfigError: no model, no traces, a bad row, no trace within ``max_tokens``, a killed run with other settings,
+            or what this machine cannot do.
     """
     from agent_rl.machine import check_learner
     from agent_rl.models import chat_template, check_model_folder, load_tokenizer
@@ -181,6 +183,18 @@ def sft(
         raise ConfigError(f"{out} exists already: choose another folder, or remove it")
     spoken = get_dialect(dialect) if dialect != "auto" else guess_dialect(chat_template(model)) or get_dialect("hermes")
     traces = load_traces(data, spoken)
+    work = out.with_name(out.name + ".work")
+    settings = {
+        "model": str(model.resolve()),
+        "data": hashlib.sha256(data.read_bytes()).hexdigest(),
+        "dialect": spoken.name,
+        "dtype": dtype,
+        "batch": batch,
+        "seed": seed,
+        "max_tokens": max_tokens,
+        "learner": config.model_dump(mode="json"),
+    }
+    _check_continues(work, settings)
     tokenizer = load_tokenizer(model)
     codec = ChatCodec(tokenizer, system_text=spoken.system_text)
     sequences = [tokenised(trace, codec) for trace in traces]
@@ -195,7 +209,6 @@ def sft(
         highlight=False,
         soft_wrap=True,
     )
-    work = out.with_name(out.name + ".work")
     learner = make_learner(model, dtype, config, temperature=1.0)
     if (work / "done").is_file():
         learner.load(work / (work / "done").read_text())
@@ -208,7 +221,7 @@ def sft(
             if step == 1 or step % 10 == 0 or step == steps:
                 progress.console.print(f"step {step}/{steps}  loss {loss():.4f} nats a token", highlight=False)
             if step % save_every == 0 and step < steps:
-                _save(learner, work, step)
+                _save(learner, work, step, settings)
 
         fit(learner, kept, steps=steps, batch=batch, seed=seed, on_step=on_step)
     learner.export(out, tokenizer)
@@ -217,11 +230,24 @@ def sft(
     return out
 
 
-def _save(learner: Any, work: Path, step: int) -> None:
+def _check_continues(work: Path, settings: Mapping[str, Any]) -> None:
+    """Raises ``ConfigError`` when what a killed run left was made with other settings."""
+    if not (work / "done").is_file():
+        return
+    before = json.loads((work / (work / "done").read_text() / "settings.json").read_text())
+    if differing := other_settings(settings, before):
+        raise ConfigError(
+            f"{work} is of a killed run with other settings ({', '.join(differing)}): "
+            "go on with those, choose another --out, or remove the folder"
+        )
+
+
+def _save(learner: Any, work: Path, step: int, settings: Mapping[str, Any]) -> None:
     """A new state; the one before leaves only after it is whole, and ``done`` names the one to use."""
     folder = work / f"step-{step:06d}"
     folder.mkdir(parents=True, exist_ok=True)
     learner.save(folder)
+    (folder / "settings.json").write_text(json.dumps(settings))
     aside = work / "done.partial"
     aside.write_text(folder.name)
     aside.rename(work / "done")

@@ -124,7 +124,8 @@ def test_settings_that_contradict_a_started_run_are_refused(tmp_path: Path, caps
     folder = tmp_path / "runs" / "quickstart"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(load_config("quickstart").model_dump_json())
-    line = refused(["quickstart", "--learner.lr", "0.5"], tmp_path, capsys)
+    may_change = ["--learner.micro_tokens", "99", "--engine.urls", '["http://localhost:1"]', "--sandbox.size", "1"]
+    line = refused(["quickstart", "--learner.lr", "0.5", *may_change], tmp_path, capsys)
     assert "holds a run with other settings (learner.lr)" in line
 
 

@@ -75,6 +75,26 @@ def test_a_run_killed_at_a_random_moment_ends_like_one_that_was_not(
 
 
 @pytest.mark.slow
+def test_a_run_goes_on_with_settings_that_need_less_memory(uninterrupted: Path, tmp_path: Path) -> None:
+    """They are what an out-of-memory error names."""
+    shutil.copytree(uninterrupted / "quickstart", tmp_path / "quickstart")
+    less = [
+        "--learner.micro_tokens",
+        "400",
+        "--learner.chunk_tokens",
+        "64",
+        "--learner.activation_checkpointing",
+        "true",
+    ]
+    again = [*command(tmp_path), "--steps", "8", *less]
+    done = subprocess.run(again, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "going on after step 7" in done.stdout
+    assert rows(tmp_path)[:7] == rows(uninterrupted)
+    assert [row["step"] for row in rows(tmp_path)[7:]] == [8]
+
+
+@pytest.mark.slow
 def test_a_finished_run_has_all_its_records_and_does_nothing_twice(uninterrupted: Path) -> None:
     folder = uninterrupted / "quickstart"
     before = (folder / "metrics.jsonl").read_bytes()

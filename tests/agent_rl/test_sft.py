@@ -92,10 +92,10 @@ def test_bad_rows_are_named(tmp_path: Path, row: object, complaint: str) -> None
 
 @pytest.mark.slow
 def test_the_loss_falls_and_a_killed_run_goes_on_to_the_same_weights(tiny_folder: Path, tmp_path: Path) -> None:
-    def start(out: Path) -> subprocess.Popen[str]:
+    def start(out: Path, *more: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "agent_rl", "sft", str(tiny_folder), "--data", str(TRACES), "--out", str(out)]
         command += ["--steps", "16", "--batch", "4", "--save-every", "3", "--max-tokens", "1500"]
-        command += ["--learner.lr", "3e-3", "--learner.layout", "packed"]
+        command += ["--learner.lr", "3e-3", "--learner.layout", "packed", *more]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
@@ -113,6 +113,9 @@ def test_the_loss_falls_and_a_killed_run_goes_on_to_the_same_weights(tiny_folder
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
     assert not (tmp_path / "killed").exists()
+    _, error = (process := start(tmp_path / "killed", "--learner.lr", "1e-3", "--seed", "1")).communicate(timeout=300)
+    assert process.returncode == 2
+    assert "is of a killed run with other settings (learner.lr, seed)" in error
     told, _ = (process := start(tmp_path / "killed")).communicate(timeout=300)
     assert process.returncode == 0
     assert "going on after step" in told
