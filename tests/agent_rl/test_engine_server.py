@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -12,8 +13,11 @@ from typing import Any
 import aiohttp
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM
 
+from agent_rl import loop
+from agent_rl.config import load_config
 from agent_rl.engines.base import EngineFailure
 from agent_rl.engines.vllm_server import VllmServerEngine
 from agent_rl.errors import ConfigError
@@ -65,6 +69,21 @@ async def test_a_request_that_fails_is_made_again_where_the_server_lives(
 
 @pytest.mark.slow
 @pytest.mark.vllm
+def test_a_run_trains_over_http(vllm_server: tuple[str, int], tmp_path: Path) -> None:
+    settings = "--engine.kind vllm_server --sandbox.kind local --rollout.prompts 2 --rollout.group 4 --learner.lr 1e-3"
+    settings += f" --cold_start.steps 60 --cold_start.batch 24 --steps 4 --output {tmp_path} --engine.urls"
+    config = load_config("quickstart", [*settings.split(), f'["{vllm_server[0]}"]'])
+    loop.train(config, Console(quiet=True))  # the server has other weights until the run gives it its own
+    metrics = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in metrics] == [1, 2, 3, 4]
+    learned = [row for row in metrics if row["grad_norm"] is not None]
+    assert len(learned) >= 2
+    assert all(row["logprob_gap_max"] < TOLERANCE for row in learned)
+    assert all(row["canary_gap"] < TOLERANCE for row in metrics)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
 async def test_a_server_that_dies_is_left_out(vllm_server: tuple[str, int], tiny_folder: Path) -> None:
     url, pid = vllm_server
     first: Any = AutoModelForCausalLM.from_pretrained(tiny_folder)
@@ -80,6 +99,7 @@ async def test_a_server_that_dies_is_left_out(vllm_server: tuple[str, int], tiny
             sampling = Sampling(**{"max_tokens": 20, "seed": number, **settings})
             return await engine.generate(prompt, sampling, request_id=f"r{number}")
 
+        await engine.update_weights(first.named_parameters(), 1)
         alone, top = await sample(3), await sample(3, top_logprobs=4)
         assert (top.token_ids, alone.top_logprobs) == (alone.token_ids, None)
         with torch.no_grad():
@@ -88,7 +108,7 @@ async def test_a_server_that_dies_is_left_out(vllm_server: tuple[str, int], tiny
         assert float((torch.tensor(top.top_logprobs) - likeliest).abs().max()) < TOLERANCE
         running = asyncio.create_task(sample(99, max_tokens=100))
         await asyncio.sleep(0.05)
-        await engine.update_weights(second.named_parameters(), 1)
+        await engine.update_weights(second.named_parameters(), 2)
         assert gap(first, prompt, await running) < TOLERANCE
         after = await sample(7)
         assert gap(second, prompt, after) < TOLERANCE
