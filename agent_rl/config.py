@@ -57,7 +57,7 @@ __all__ = [
 
 RESUMABLE = frozenset(
     # What it is called, how far it goes and what is kept of it,
-    "name output steps checkpoint.every checkpoint.keep records.trajectories save_every "
+    "name output steps checkpoint.every checkpoint.keep records.trajectories "
     # where it runs, and how much at once,
     "engine.urls engine.max_num_seqs engine.kv_cache_gb rollout.concurrency rollout.max_failures sandbox.kind "
     "sandbox.hosts sandbox.size sandbox.warm sandbox.max_uses threads learner.offload_path "

@@ -67,8 +67,9 @@ class VllmServerEngine:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._file = SharedFile()
         self._session: aiohttp.ClientSession | None = None
-        self._admits, self._ended = asyncio.Event(), asyncio.Event()  # requests; one of them has
+        self._admits = asyncio.Event()  # new requests, but while weights change
         self._admits.set()
+        self._ended = asyncio.Event()  # one has, since this was cleared last
 
     async def start(self) -> None:
         """Raises ``ConfigError`` when a server does not answer or was started without what training needs."""
