@@ -21,7 +21,7 @@ from typing import Any
 import aiohttp
 
 from sandboxes.base import ExecutionResult, Limits, OnOutput, SandboxFailure, SandboxSpec, SandboxUnavailable
-from sandboxes.link import GRACE_S, START_S, refused, request_of
+from sandboxes.link import GRACE_S, START_S, refused, request_of, within
 from sandboxes.wire import TOKEN_VARIABLE, result_from_json
 
 CONNECT_S = 5.0
@@ -149,25 +149,23 @@ class RemoteSandbox:
         assert self.host is not None
         for attempt in range(ATTEMPTS):
             try:
-                answer = await self._ask(method, path, timeout_s, **options)
+                answer = await within(timeout_s, self._ask(method, path, **options))
                 self.host.answered()
                 return answer
             except NETWORK_ERRORS as error:
                 reason = f"{type(error).__name__} {error}".strip()
-                if isinstance(error, TimeoutError):
-                    break  # all the time there was is spent
+                if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ServerTimeoutError):
+                    break  # all the time there was is spent, not only that for a connection
             if attempt < ATTEMPTS - 1:
                 await asyncio.sleep(0.1 * 2**attempt)
         self.host.failed()
         raise _Gone(reason)
 
-    async def _ask(
-        self, method: str, path: str, timeout_s: float, on_output: OnOutput | None = None, body: Any = None
-    ) -> Any:
+    async def _ask(self, method: str, path: str, on_output: OnOutput | None = None, body: Any = None) -> Any:
         assert self.host is not None
         assert self._session is not None
         url = f"{self.host.url}/v1/leases/{self._id}{path}"
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         async with self._session.request(method, url, json=body, timeout=timeout) as answer:
             if answer.status == 204:
                 return {}

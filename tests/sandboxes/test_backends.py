@@ -210,3 +210,15 @@ async def test_a_dead_worker_is_our_failure_not_a_result() -> None:
     with pytest.raises(SandboxFailure, match="broken"):
         await box.exec("print(1)")
     await box.close()
+
+
+async def test_an_answer_that_came_while_the_event_loop_stood_still_is_taken(
+    box: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sandboxes.link.GRACE_S", -9.9)  # so that the time is over after 0.1 s
+    monkeypatch.setattr("sandboxes.link.LATE_S", 10.0)
+    call = asyncio.create_task(box.exec("print(1)", timeout_s=10))
+    await asyncio.sleep(0)
+    time.sleep(0.5)  # noqa: ASYNC251  # as a training step does
+    assert (await call).stdout == "1\n"
+    assert (await box.exec("print(2)")).stdout == "2\n"

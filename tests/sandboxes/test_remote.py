@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import pytest
 from sandbox_services import TOKEN, ServiceProcess, until_there
 
@@ -118,6 +121,32 @@ async def test_a_lost_answer_is_asked_for_again_and_nothing_runs_twice() -> None
             result = await box.exec("open('log', 'a').write('ran '); print(open('log').read())")
             assert result.stdout == "ran " * number + "\n"
         assert len(seen) >= 12
+        await box.close()
+
+
+async def test_a_loop_that_stood_still_loses_no_answer_and_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ServiceProcess() as one:
+        box = RemoteSandbox(SandboxSpec(kind="remote", hosts=(one.url,)))
+        ask, asked = box._ask, []
+
+        async def slow_to_connect(*arguments: Any, **options: Any) -> Any:
+            asked.append(arguments)
+            if len(asked) < 3:
+                raise aiohttp.ConnectionTimeoutError("the loop stood still for longer than a connection may take")
+            return await ask(*arguments, **options)
+
+        monkeypatch.setattr(box, "_ask", slow_to_connect)
+        await box.start()
+        assert len(asked) == 3
+        monkeypatch.setattr("sandboxes.remote.GRACE_S", -4.95)  # so that the time is over after 0.1 s
+        monkeypatch.setattr("sandboxes.link.LATE_S", 10.0)
+        call = asyncio.create_task(box.exec("print(1)", timeout_s=10))
+        for _ in range(20):  # until it is sent
+            await asyncio.sleep(0)
+        time.sleep(0.5)  # noqa: ASYNC251  # as a training step does
+        assert (await call).stdout == "1\n"
+        assert box.host is not None
+        assert box.host.failures == 0
         await box.close()
 
 
