@@ -217,10 +217,17 @@ def remove_system_v() -> None:
 
 
 def wipe_all(settings: dict[str, Any]) -> bool:
-    """True when the folders that programs write to are empty, and no System V object is left where some may be."""
+    """True when the folders that programs write to are empty, the working folder is there, and no System V object is
+    left where some may be."""
 
     def is_clean() -> bool:
-        return all(is_empty(folder) for folder in settings["wipe"]) and not (settings["system_v"] and system_v())
+        # A program that runs as the worker's user may have removed the working folder itself.
+        is_there = os.path.isdir(settings["scratch"])
+        return (
+            is_there
+            and all(is_empty(folder) for folder in settings["wipe"])
+            and not (settings["system_v"] and system_v())
+        )
 
     if is_clean():
         return True  # the usual case; a fork would cost more than all the rest of a reset
