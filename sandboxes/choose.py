@@ -75,11 +75,8 @@ async def _try(kind: Kind, spec: SandboxSpec, check: Callable[[], None]) -> tupl
 
 
 def _check_docker(spec: SandboxSpec) -> None:
-    from sandboxes.container import check_image, check_runtime, connect
+    from sandboxes.container import check_image, check_runtime, engine
 
-    client = connect()
-    try:
+    with engine() as client:
         check_image(client, spec.image)
         check_runtime(client, spec.runtime)
-    finally:
-        client.close()

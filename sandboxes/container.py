@@ -14,7 +14,8 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from sandboxes.base import SandboxFailure, SandboxSpec, SandboxUnavailable
@@ -89,6 +90,20 @@ def connect() -> Any:
     return client
 
 
+@contextmanager
+def engine() -> Iterator[Any]:
+    """A client of the Docker engine, closed afterwards; raises ``SandboxUnavailable`` for what the engine fails at."""
+    client = connect()
+    from docker.errors import DockerException
+
+    try:
+        yield client
+    except (DockerException, OSError) as error:  # an OSError: it did not answer in time
+        raise SandboxUnavailable(f"the Docker engine failed: {error}") from error
+    finally:
+        client.close()
+
+
 def check_image(client: Any, image: str) -> None:
     """Raises ``SandboxUnavailable`` when the image is not there."""
     from docker.errors import ImageNotFound
@@ -149,11 +164,11 @@ class DockerSandbox(WorkerSandbox):
 
         spec = self.spec
         self._client = connect()
-        check_image(self._client, spec.image)
-        check_runtime(self._client, spec.runtime)
         api = self._client.api
         memory_mb = spec.memory_mb + (GVISOR_MB if spec.runtime == "runsc" else 0)
         try:
+            check_image(self._client, spec.image)
+            check_runtime(self._client, spec.runtime)
             host = api.create_host_config(
                 network_mode=open_network(self._client) if spec.network else "none",
                 runtime=spec.runtime,
@@ -192,6 +207,9 @@ class DockerSandbox(WorkerSandbox):
             self.container_id = created["Id"]
             attached = api.attach_socket(self.container_id, {"stdin": 1, "stdout": 1, "stream": 1})
             api.start(self.container_id)
+        except SandboxUnavailable:
+            self._remove()
+            raise
         except (DockerException, OSError) as error:
             self._remove()
             raise SandboxUnavailable(f"the Docker engine refused a sandbox: {error}") from None
@@ -213,16 +231,18 @@ class DockerSandbox(WorkerSandbox):
             await _in_thread(self._remove)
 
     def _remove(self) -> None:
-        from docker.errors import APIError
+        """Raises ``SandboxFailure`` when the engine does not say that it is done; it goes with its worker then."""
+        from docker.errors import APIError, DockerException
 
         container_id, self.container_id = self.container_id, None
-        if container_id is not None:
-            try:
+        try:
+            if container_id is not None:
                 self._client.api.remove_container(container_id, force=True)
-            except APIError as error:
-                if error.status_code not in (404, 409):  # gone, or already going
-                    raise SandboxFailure(f"container {container_id[:12]} cannot be removed: {error}") from error
-        self._client.close()
+        except (DockerException, OSError) as error:  # an OSError: the engine did not answer in time
+            if not isinstance(error, APIError) or error.status_code not in (404, 409):  # gone, or already going
+                raise SandboxFailure(f"container {str(container_id)[:12]} cannot be removed: {error}") from error
+        finally:
+            self._client.close()
 
 
 async def _in_thread(function: Callable[[], T]) -> T:

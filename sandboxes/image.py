@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sandboxes.base import SandboxUnavailable
-from sandboxes.container import check_image, connect
+from sandboxes.container import check_image, connect, engine
 
 PACKAGES = ("python3", "python3-numpy", "python3-sympy")
 
@@ -57,13 +57,11 @@ def build_on(base: str, tag: str) -> str:
 
 def has_image(tag: str) -> bool:
     """Raises ``SandboxUnavailable`` when no Docker engine answers."""
-    client = connect()
-    try:
-        check_image(client, tag)
-    except SandboxUnavailable:
-        return False
-    finally:
-        client.close()
+    with engine() as client:
+        try:
+            check_image(client, tag)
+        except SandboxUnavailable:
+            return False
     return True
 
 

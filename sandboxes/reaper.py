@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from sandboxes.container import connect
+from sandboxes.container import engine
 from sandboxes.owner import SCRATCH_PREFIX, is_orphan
 
 LABEL = {"label": "agent-rl.sandbox"}
@@ -22,10 +22,9 @@ def remove_orphans(*, everything: bool = False) -> list[str]:
     Raises:
         SandboxUnavailable: no Docker engine answers.
     """
-    client = connect()
-    api = client.api
-    try:
-        removed = []
+    removed = []
+    with engine() as client:
+        api = client.api
         for container in _wanted(api.containers(all=True, filters=LABEL), everything):
             if _is_removed(lambda one=container: api.remove_container(one["Id"], force=True, v=True)):
                 removed.append(f"container {container['Id'][:12]}")
@@ -35,8 +34,6 @@ def remove_orphans(*, everything: bool = False) -> list[str]:
         for volume in _wanted(api.volumes(filters=LABEL)["Volumes"] or [], everything):
             if _is_removed(lambda one=volume: api.remove_volume(one["Name"], force=True)):
                 removed.append(f"volume {volume['Name']}")
-    finally:
-        client.close()
     return removed
 
 
@@ -50,9 +47,7 @@ def _is_removed(remove: Any) -> bool:
     try:
         remove()
     except APIError as error:
-        if error.status_code not in (403, 404, 409):  # in use, gone, or already going
-            raise
-        return bool(error.status_code != 403)
+        return error.status_code in (404, 409)  # gone, or already going; else it stays, in use or stuck
     return True
 
 
@@ -69,8 +64,7 @@ def remove_folders() -> list[str]:
 
 def list_sandboxes() -> list[dict[str, str]]:
     """Id, image, owner, run and state of every sandbox container of this engine."""
-    client = connect()
-    try:
+    with engine() as client:
         return [
             {
                 "id": container["Id"][:12],
@@ -81,5 +75,3 @@ def list_sandboxes() -> list[dict[str, str]]:
             }
             for container in client.api.containers(all=True, filters=LABEL)
         ]
-    finally:
-        client.close()

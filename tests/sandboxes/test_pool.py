@@ -6,8 +6,11 @@ import asyncio
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
+from docker.api.client import APIClient
+from requests.exceptions import ReadTimeout
 
 from sandboxes import SandboxBusy, SandboxFailure, SandboxPool, SandboxSpec, SandboxUnavailable, resolve
 from sandboxes.local import LocalSandbox
@@ -212,3 +215,43 @@ def test_scratch_folders_of_dead_owners_are_removed(tmp_path: Path, monkeypatch:
         (folder / "d").mkdir(parents=True)
     assert remove_folders() == [str(dead)]
     assert sorted(one.name for one in tmp_path.iterdir()) == sorted([mine.name, "something-else"])
+
+
+async def test_a_sandbox_whose_working_folder_is_gone_is_not_leased_again() -> None:
+    async with SandboxPool(SandboxSpec(kind="local", size=1, warm=0)) as pool:
+        for remove in ("shutil.rmtree(os.getcwd())", "os.rename(os.getcwd(), os.getcwd() + 'x')"):
+            async with pool.lease() as box:
+                await box.exec(f"import os, shutil; {remove}")
+            async with pool.lease() as box:
+                assert (await box.exec("print(1)")).stdout == "1\n"
+        assert pool.counters.discarded == 2
+
+
+@pytest.mark.docker
+@pytest.mark.slow
+async def test_an_engine_that_answers_too_late_fails_no_lease_and_ends_no_tending(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    remove, found = APIClient.remove_container, APIClient.containers
+    rounds: list[int] = []
+
+    def removed_late(self: APIClient, *arguments: Any, **options: Any) -> None:
+        remove(self, *arguments, **options)
+        raise ReadTimeout("UnixHTTPConnectionPool: Read timed out. (read timeout=60)")
+
+    def found_late(self: APIClient, *arguments: Any, **options: Any) -> Any:
+        rounds.append(len(rounds))
+        if len(rounds) == 2:
+            raise ReadTimeout("UnixHTTPConnectionPool: Read timed out. (read timeout=60)")
+        return found(self, *arguments, **options)
+
+    monkeypatch.setattr(APIClient, "remove_container", removed_late)
+    monkeypatch.setattr(APIClient, "containers", found_late)
+    monkeypatch.setattr("sandboxes.pool.TEND_S", 0.1)
+    async with SandboxPool(SandboxSpec(kind="docker", size=1, warm=0, max_uses=1)) as pool:
+        async with pool.lease() as box:
+            assert (await box.exec("print(1)")).stdout == "1\n"
+        assert pool.counters.leaked == 1
+        async with asyncio.timeout(30):
+            while len(rounds) < 4:  # noqa: ASYNC110  # the next round comes by the clock
+                await asyncio.sleep(0.05)
