@@ -26,6 +26,7 @@ from sandboxes.wire import TOKEN_VARIABLE, result_from_json
 
 CONNECT_S = 5.0
 ATTEMPTS = 3
+IDLE_S = 300.0  # what a service that does not say lets a lease lie unused
 NETWORK_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError)
 
 
@@ -102,6 +103,7 @@ class RemoteSandbox:
         self.broken = False
         self._session: aiohttp.ClientSession | None = None
         self._id = ""
+        self._keeping: asyncio.Task[None] | None = None
         self._is_clean = True  # no program has run since the beginning or the last reset
 
     async def start(self) -> None:
@@ -131,12 +133,20 @@ class RemoteSandbox:
         host.leases += 1
         try:
             answer = await self._again("PUT", "", START_S)
+        except asyncio.CancelledError:
+            raise  # it may be ours there all the same: close() ends it
         except BaseException:
-            host.leases -= 1
-            self.host = None
+            self._leave()
             raise
         self.isolated = bool(answer.get("isolated"))
         self.broken, self._is_clean = False, True
+        self._keeping = asyncio.create_task(self._keep(answer.get("idle_s", IDLE_S) / 4))
+
+    async def _keep(self, every_s: float) -> None:
+        """While the lease is ours its service hears of us: a model may think for longer than a lease may lie unused."""
+        while True:
+            await asyncio.sleep(every_s)
+            await self._is_known()
 
     async def _again(self, method: str, path: str, timeout_s: float, **options: Any) -> Any:
         """The answer to a request that may be repeated: asked up to three times.
@@ -241,6 +251,9 @@ class RemoteSandbox:
         self.broken, self._is_clean = True, False
 
     def _leave(self) -> None:
+        if self._keeping is not None:
+            self._keeping.cancel()
+            self._keeping = None
         if self.host is not None:
             self.host.leases -= 1
             self.host = None
@@ -259,8 +272,10 @@ class RemoteSandbox:
         self._is_clean = True
 
     async def alive(self) -> bool:
-        if self.host is None or self.broken:
-            return False
+        return self.host is not None and not self.broken and await self._is_known()
+
+    async def _is_known(self) -> bool:
+        """Whether the service has our lease still, which counts as a use of it."""
         try:
             await self._again("GET", "", 2 * CONNECT_S)
         except (_Gone, _Refused, SandboxFailure):
@@ -269,20 +284,18 @@ class RemoteSandbox:
 
     async def close(self) -> None:
         """A host that does not answer ends the lease by itself, after its idle time."""
-        session, self._session = self._session, None
-        if session is None:
+        if self._session is None:
             return
         try:
             if self.host is not None:
-                timeout = aiohttp.ClientTimeout(total=2 * CONNECT_S, sock_connect=CONNECT_S)
-                url = f"{self.host.url}/v1/leases/{self._id}"
-                async with session.delete(url, timeout=timeout):
-                    pass
-        except NETWORK_ERRORS:
+                await self._again("DELETE", "", 2 * CONNECT_S)
+        except (_Gone, _Refused, SandboxFailure):
             pass
         finally:
             self._leave()
-            await session.close()
+            session, self._session = self._session, None
+            if session is not None:
+                await session.close()
 
 
 async def _read_stream(answer: aiohttp.ClientResponse, on_output: OnOutput | None) -> Any:

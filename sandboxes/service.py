@@ -200,7 +200,8 @@ class Service:
             if name not in self.leases:
                 self.leases[name] = Lease(client=client, context=context, box=box, used=self._now())
         self._mine(request)
-        return web.json_response({"id": name, "isolated": self.leases[name].box.isolated}, status=201)
+        said = {"id": name, "isolated": self.leases[name].box.isolated, "idle_s": self.limits.idle_s}
+        return web.json_response(said, status=201)
 
     def _mine(self, request: web.Request) -> Lease:
         lease = self.leases.get(request.match_info["id"])
@@ -214,7 +215,7 @@ class Service:
 
     async def look(self, request: web.Request) -> web.Response:
         lease = self._mine(request)
-        if not await lease.box.alive():
+        if not lease.turn.locked() and not await lease.box.alive():  # in a call it is alive: the call will tell
             await self._end(request.match_info["id"], SandboxFailure("dead"))
             raise Refusal(404, "lease", "its sandbox has died")
         return web.json_response({"id": request.match_info["id"]})

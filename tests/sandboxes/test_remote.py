@@ -150,6 +150,50 @@ async def test_a_loop_that_stood_still_loses_no_answer_and_no_connection(monkeyp
         await box.close()
 
 
+async def test_a_lease_is_kept_while_nothing_is_asked_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ServiceProcess("--idle", "200") as one:
+        box = RemoteSandbox(SandboxSpec(kind="remote", hosts=(one.url,)))
+        ask, heard = box._ask, asyncio.Semaphore(0)
+
+        async def overheard(method: str, path: str, **options: Any) -> Any:
+            answer = await ask(method, path, **options)
+            if method == "PUT":
+                assert answer["idle_s"] == 200
+                answer["idle_s"] = 0.2
+            elif method == "GET":
+                heard.release()
+            return answer
+
+        monkeypatch.setattr(box, "_ask", overheard)
+        await box.start()
+        async with asyncio.timeout(20):
+            for _ in range(3):
+                await heard.acquire()
+        await box.close()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_start_that_is_cancelled_leaves_no_lease_at_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ServiceProcess() as one, aiohttp.ClientSession() as session:
+        box = RemoteSandbox(SandboxSpec(kind="remote", hosts=(one.url,)))
+        ask, given = box._ask, asyncio.Event()
+
+        async def slow_to_read(*arguments: Any, **options: Any) -> Any:
+            await ask(*arguments, **options)
+            given.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(box, "_ask", slow_to_read)
+        starting = asyncio.create_task(box.start())
+        await given.wait()
+        starting.cancel()
+        await asyncio.wait([starting])
+        monkeypatch.setattr(box, "_ask", ask)
+        await box.close()
+        async with session.get(f"{one.url}/healthz") as answer:
+            assert (await answer.json())["leased"] == 0
+
+
 async def test_a_wrong_token_and_no_token_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     async with ServiceProcess() as one:
         spec = SandboxSpec(kind="remote", hosts=(one.url,))

@@ -150,6 +150,18 @@ async def test_a_lease_keeps_files_and_sessions_and_is_its_owners_alone(client: 
     assert client.service.pool.counters.leased == 0
 
 
+async def test_to_look_at_a_lease_does_not_end_what_runs_in_it(client: Client, tmp_path: Path) -> None:
+    lease, begun, enough = "/v1/leases/0123456789", tmp_path / "begun", tmp_path / "enough"
+    await client.ask("PUT", lease)
+    program = f"open({str(begun)!r}, 'w')\n{until_there(enough)}print('done')"
+    running = asyncio.create_task(client.run(program, lease + "/run", timeout_s=60))
+    while not begun.exists():  # noqa: ASYNC110  # a file, not an event
+        await asyncio.sleep(0.01)
+    assert (await client.ask("GET", lease))[0] == 200
+    enough.touch()
+    assert (await running)["stdout"] == "done\n"
+
+
 async def test_the_same_call_again_is_answered_and_not_run_again(client: Client) -> None:
     await client.ask("PUT", "/v1/leases/0123456789")
     code = "open('log', 'a').write('ran '); print(open('log').read())"
