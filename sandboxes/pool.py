@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any
 
 from sandboxes.base import ExecutionResult, Sandbox, SandboxBusy, SandboxFailure, SandboxSpec
 from sandboxes.choose import make_sandbox
@@ -89,6 +90,7 @@ class SandboxPool:
         self._starts = asyncio.Semaphore(max(2, os.cpu_count() or 1))
         self._idle: deque[_Held] = deque()
         self._coming: deque[asyncio.Task[_Held]] = deque()  # started ahead, nobody's yet
+        self._wanting: deque[asyncio.Future[None]] = deque()  # leases that wait for one to start, told of idle ones
         self._tending: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -149,29 +151,65 @@ class SandboxPool:
         self.counters.wait.add(loop.time() - asked)
 
     async def _take(self) -> _Held:
-        """An idle sandbox that still answers, else one on its way, else a new one."""
-        while self._idle:
-            held = self._idle.pop()
-            try:
-                if await held.box.alive():
-                    return held
-            except BaseException:
-                await asyncio.shield(self._remove(held))
-                raise
-            self.counters.discarded += 1
-            await self._remove(held)
-        if self._coming:
-            coming = self._coming.popleft()
-            try:
-                return await asyncio.shield(coming)
-            except asyncio.CancelledError:
-                self._coming.append(coming)  # somebody else's, or idle
-                if coming.done():
-                    self._arrived(coming)
-                raise
-            except SandboxFailure:
-                pass  # the next attempt is made, and fails, in our own name
-        return await self._start()
+        """An idle sandbox that still answers, else one on its way, else a new one; or what comes back before that."""
+        while True:
+            while self._idle:
+                held = self._idle.pop()
+                try:
+                    if await held.box.alive():
+                        return held
+                except BaseException:
+                    await asyncio.shield(self._remove(held))
+                    raise
+                self.counters.discarded += 1
+                await self._remove(held)
+            is_ours = not self._coming
+            coming = asyncio.create_task(self._start()) if is_ours else self._coming.popleft()
+            if await self._is_first(coming):
+                try:
+                    return coming.result()
+                except SandboxFailure:
+                    if is_ours and not self._idle:
+                        raise  # of another's, the next attempt is made, and fails, in our own name
+
+    async def _is_first(self, coming: asyncio.Task[_Held]) -> bool:
+        """Whether ``coming`` ends before another sandbox is idle; a service with none to give may let it wait long.
+
+        If not, or when we are cancelled, it is somebody else's, or idle when it arrives.
+        """
+        told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._wanting.append(told)
+        try:
+            both: tuple[asyncio.Future[Any], ...] = (coming, told)
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            self._pass_on(coming)
+            if coming.cancelling():
+                await asyncio.wait([coming])
+            raise
+        finally:
+            if not told.done():
+                self._wanting.remove(told)
+            elif coming.done():
+                self._wake()  # we were told of one that we do not need
+        if not coming.done():
+            self._pass_on(coming)
+            return False
+        return True
+
+    def _pass_on(self, coming: asyncio.Task[_Held]) -> None:
+        if self._closed or self._tending is None:
+            coming.cancel()  # nobody will come for it
+        self._coming.append(coming)
+        coming.add_done_callback(self._arrived)
+
+    def _rest(self, held: _Held) -> None:
+        self._idle.append(held)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._idle and self._wanting:
+            self._wanting.popleft().set_result(None)
 
     async def _start(self) -> _Held:
         loop = asyncio.get_running_loop()
@@ -201,7 +239,7 @@ class SandboxPool:
         if task in self._coming:
             self._coming.remove(task)
             if not task.cancelled() and task.exception() is None:
-                self._idle.append(task.result())
+                self._rest(task.result())
         elif not task.cancelled():
             task.exception()  # seen: who took it over is told
 
@@ -218,7 +256,7 @@ class SandboxPool:
             self.counters.retired += is_worn and not discard
             await self._remove(held)
         else:
-            self._idle.append(held)
+            self._rest(held)
 
     async def _remove(self, held: _Held) -> None:
         try:
@@ -239,7 +277,7 @@ class SandboxPool:
                     is_well = await self._is_well(held)
                 finally:
                     if is_well:
-                        self._idle.append(held)
+                        self._rest(held)
                     else:
                         self.counters.discarded += 1
                         await self._remove(held)

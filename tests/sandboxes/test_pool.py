@@ -152,6 +152,38 @@ async def test_a_lease_takes_over_a_sandbox_that_is_on_its_way() -> None:
         pass  # closed while one is on its way
 
 
+async def test_a_lease_takes_what_comes_back_before_its_own_has_started() -> None:
+    # As with services that have fewer sandboxes than the pool's size: the others do not start for a minute.
+    made: list[LocalSandbox] = []
+
+    class OneOnly(LocalSandbox):
+        async def start(self) -> None:
+            made.append(self)
+            if len(made) > 1:
+                await asyncio.Event().wait()
+            await super().start()
+
+    async with SandboxPool(SandboxSpec(kind="local", size=3, warm=1), OneOnly) as pool:
+
+        async def use(number: int) -> str:
+            async with pool.lease() as box:
+                return (await box.exec(f"print({number})")).stdout
+
+        async with asyncio.timeout(30):
+            assert await asyncio.gather(*(use(number) for number in range(12))) == [f"{n}\n" for n in range(12)]
+        async with pool.lease():
+            waiters = [asyncio.create_task(use(number)) for number in range(2)]
+            for _ in range(10):
+                await asyncio.sleep(0)
+            for waiter in waiters:
+                waiter.cancel()
+            await asyncio.wait(waiters)
+        assert await asyncio.wait_for(use(12), 30) == "12\n"
+        assert len(made) == 3, "one used, two on their way: what a cancelled lease began is the next one's"
+    assert [one.process for one in made] == [None] * len(made)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
 async def test_a_sandbox_is_replaced_after_its_number_of_uses() -> None:
     async with SandboxPool(SandboxSpec(kind="local", size=1, warm=0, max_uses=2)) as pool:
         workers = set()
@@ -219,7 +251,7 @@ def test_scratch_folders_of_dead_owners_are_removed(tmp_path: Path, monkeypatch:
 
 async def test_a_sandbox_whose_working_folder_is_gone_is_not_leased_again() -> None:
     async with SandboxPool(SandboxSpec(kind="local", size=1, warm=0)) as pool:
-        for remove in ("shutil.rmtree(os.getcwd())", "os.rename(os.getcwd(), os.getcwd() + 'x')"):
+        for remove in ("shutil.rmtree(os.getcwd())", "os.rmdir(os.environ['HOME'])"):
             async with pool.lease() as box:
                 await box.exec(f"import os, shutil; {remove}")
             async with pool.lease() as box:
