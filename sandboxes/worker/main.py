@@ -18,13 +18,13 @@ import os
 import select
 import signal
 import socket
-import stat
 import struct
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-from .program import open_folder, prepare, read_frame, run_once, run_session, tell
+from .program import prepare, read_file, read_frame, run_once, run_session, tell
 from .system import (
     PR_SET_CHILD_SUBREAPER,
     PR_SET_DUMPABLE,
@@ -40,8 +40,9 @@ from .system import (
     wipe_all,
 )
 
+T = TypeVar("T")
+
 DRAIN_BYTES = 1 << 20  # read after the program's end: what was already in the pipe, not what a survivor still writes
-FETCH_BYTES = 64 << 20  # of all files that one call takes out
 
 
 def write_frame(fd: int, message: dict[str, Any]) -> None:
@@ -109,7 +110,13 @@ class Process:
         self.control, theirs = socket.socketpair()
         self.out, out_write = os.pipe()
         self.err, err_write = os.pipe()
-        self.pid = os.fork()
+        try:
+            self.pid = os.fork()
+        except OSError:
+            self.close()
+            for fd in (out_write, err_write):
+                os.close(fd)
+            raise
         if self.pid == 0:
             (run_session if is_session else run_once)(settings, theirs, out_write, err_write)
         os.close(out_write)
@@ -139,7 +146,16 @@ class Worker:
 
     def fork_ahead(self) -> None:
         if self.next is None:
-            self.next = Process(self.settings, is_session=False)
+            self.next = self.with_room(lambda: Process(self.settings, is_session=False))
+
+    def with_room(self, work: Callable[[], T]) -> T:
+        """What ``work``, which forks, returns. Where sessions have taken every place for a process, they end first."""
+        try:
+            return work()
+        except BlockingIOError:
+            kill_all_but(set(), self.ended)
+            self.forget_dead()
+            return work()
 
     def execute(self, request: dict[str, Any], body: bytes) -> dict[str, Any] | None:
         """Run one program to its end or its deadline; None when the other side hung up meanwhile."""
@@ -160,6 +176,8 @@ class Worker:
         elif not isinstance(ending, int):
             keep = before - descendants(process.pid) - {process.pid} if len(self.sessions) > 1 else set()
             clean = kill_all_but(keep, self.ended)
+        # What a session left running may fork faster than it can be killed one by one: then sessions end, too.
+        clean = clean or kill_all_but(set(), self.ended)
         wait_status, cpu_s = self.ended.get(process.pid, (None, None))
         self.forget_dead()
         if not process.is_session:
@@ -175,7 +193,7 @@ class Worker:
             "stderr": captures[1].report(),
             "out_of_memory": None if kills is None or kills_now is None else kills_now > kills,
             "fresh": fresh,
-            "files": fetch(request["fetch"], self.settings) if request["fetch"] else {},
+            "files": self.with_room(lambda: fetch(request["fetch"], self.settings)) if request["fetch"] else {},
         }
         reply.update(outcome(ending, wait_status, cpu_s, request["cpu_s"]))
         return reply
@@ -189,7 +207,7 @@ class Worker:
             return process, False
         fresh = session not in self.sessions
         if fresh:
-            self.sessions[session] = Process(self.settings, is_session=True)
+            self.sessions[session] = self.with_room(lambda: Process(self.settings, is_session=True))
         return self.sessions[session], fresh
 
     def watch(
@@ -309,7 +327,12 @@ def outcome(
 def fetch(names: list[str], settings: dict[str, Any]) -> dict[str, str]:
     """Regular files below the working folder, read as the programs' user; links lead nowhere, the rest is left out."""
     read_fd, write_fd = os.pipe()
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError:
+        os.close(read_fd)
+        os.close(write_fd)
+        raise
     if pid == 0:
         try:
             os.close(read_fd)
@@ -325,28 +348,6 @@ def fetch(names: list[str], settings: dict[str, Any]) -> dict[str, str]:
     os.waitpid(pid, 0)
     found: dict[str, str] = {} if body is None else json.loads(body)
     return found
-
-
-def read_file(scratch: str, name: str) -> list[str]:
-    """The content in base64, or nothing."""
-    at = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        *folders, last = name.split("/")
-        for folder in folders:
-            inner = open_folder(folder, at)
-            os.close(at)
-            at = inner
-        fd = os.open(last, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=at)
-    except OSError:
-        return []
-    finally:
-        os.close(at)
-    about = os.fstat(fd)
-    if not stat.S_ISREG(about.st_mode) or about.st_size > FETCH_BYTES:
-        os.close(fd)
-        return []
-    with open(fd, "rb") as file:
-        return [base64.b64encode(file.read(FETCH_BYTES)).decode("ascii")]
 
 
 def leave(number: int, frame: Any) -> None:

@@ -30,6 +30,8 @@ CONTROL_FD = 3
 
 OWN_MODULES = tuple(f"agent_rl_worker{name}" for name in ("", ".system", ".program", ".main"))
 
+FETCH_BYTES = 64 << 20  # of one file that a call takes out
+
 SUFFIXES = {"bash": ".sh", "sh": ".sh", "node": ".js", "perl": ".pl", "ruby": ".rb"}
 
 
@@ -170,6 +172,28 @@ def write_file(name: str, content: bytes) -> None:
             file.write(content)
     finally:
         os.close(at)
+
+
+def read_file(scratch: str, name: str) -> list[str]:
+    """The content in base64, or nothing."""
+    at = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        *folders, last = name.split("/")
+        for folder in folders:
+            inner = open_folder(folder, at)
+            os.close(at)
+            at = inner
+        fd = os.open(last, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=at)
+    except OSError:
+        return []
+    finally:
+        os.close(at)
+    about = os.fstat(fd)
+    if not stat.S_ISREG(about.st_mode) or about.st_size > FETCH_BYTES:
+        os.close(fd)
+        return []
+    with open(fd, "rb") as file:
+        return [base64.b64encode(file.read(FETCH_BYTES)).decode("ascii")]
 
 
 def run_source(code: str, filename: str, module: types.ModuleType) -> int:

@@ -38,6 +38,21 @@ def test_what_is_not_stopped_is_named() -> None:
     assert len(ATTACKS) - len(LOCAL_CANNOT_STOP) >= 35
 
 
+@pytest.mark.parametrize("kind", [BWRAP, DOCKER])
+async def test_a_fork_bomb_left_in_a_session_ends_sessions_and_no_sandbox(kind: str) -> None:
+    bomb = "import os\nif os.fork() == 0:\n    while True:\n        try: os.fork()\n        except OSError: pass\n"
+    async with SandboxPool(SandboxSpec(kind=kind, size=1, warm=0, pids=64, timeout_s=60)) as pool:  # type: ignore[arg-type]
+        for options in ({}, {"session": "b"}, {"session": "a", "fetch": ["f"]}):
+            async with pool.lease() as box:
+                assert (await box.exec(f"{bomb}open('f', 'w').write('x')", session="a")).status == "ok"
+                await asyncio.sleep(0.3)  # for it to fill the place there is
+                for number in range(3):
+                    result = await box.exec(f"print({number})", **options)  # type: ignore[arg-type]
+                    assert (result.status, result.stdout) == ("ok", f"{number}\n"), (options, result)
+                    assert result.files == ({"f": b"x"} if "fetch" in options else {})
+        assert pool.counters.discarded == 0
+
+
 @pytest.mark.docker
 @pytest.mark.slow
 @pytest.mark.runsc
