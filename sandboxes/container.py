@@ -213,6 +213,7 @@ class DockerSandbox(WorkerSandbox):
         except (DockerException, OSError) as error:
             self._remove()
             raise SandboxUnavailable(f"the Docker engine refused a sandbox: {error}") from None
+        self._client.close()  # else it keeps a connection for each kind of request: five beside the attached one
         raw: socket.socket = attached._sock
         raw.setblocking(False)
         self._attached = attached  # its finaliser would close the socket under us

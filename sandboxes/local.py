@@ -31,8 +31,8 @@ class LocalSandbox(WorkerSandbox):
         self._scratch: str | None = None
 
     async def start(self) -> None:
-        self._scratch = tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{os.getpid()}-{start_ticks(os.getpid())}-")
         try:
+            self._scratch = tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{os.getpid()}-{start_ticks(os.getpid())}-")
             self.process = await asyncio.create_subprocess_exec(
                 self.python,
                 "-I",

@@ -147,6 +147,30 @@ async def test_system_v_memory_cannot_be_left_behind() -> None:
         assert (await box.exec(code)).stdout == "-1\n"
 
 
+@pytest.mark.docker
+@pytest.mark.slow
+async def test_a_container_costs_one_descriptor_of_ours() -> None:
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = count()
+    boxes = [make_sandbox(SandboxSpec(kind="docker", preload=())) for _ in range(3)]
+    for box in boxes:
+        await box.start()
+    assert count() == before + 3, "512 of them must not meet the usual limit of 1024"
+    for box in boxes:
+        assert (await box.exec("print(1)")).stdout == "1\n"
+        await box.close()
+    assert count() == before
+
+
+async def test_a_machine_without_room_for_a_folder_is_our_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/no/such/folder")
+    with pytest.raises(SandboxFailure, match="cannot start"):
+        async with SandboxPool(SandboxSpec(kind="local", warm=0)) as pool, pool.lease():
+            pass
+
+
 OWNER = """
 import asyncio, sys
 from sandboxes import SandboxPool, SandboxSpec
