@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from sandboxes.base import PROFILES, ExecutionResult, Kind, SandboxFailure, SandboxSpec, SandboxUnavailable
 from sandboxes.wire import TOKEN_VARIABLE
@@ -44,9 +45,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     run = verb("run", "run a Python file in a sandbox", "agent-rl sandbox run script.py --kind docker", _run)
     run.add_argument("file", help="Python source, or - for standard input")
     run.add_argument("--language", default="python", help="python, or any interpreter in the sandbox, such as bash")
-    run.add_argument("--timeout", type=float, metavar="SECONDS", help="wall-clock limit, the profile's when not given")
+    run.add_argument(
+        "--timeout", type=positive(float), metavar="SECONDS", help="wall-clock limit, the profile's when not given"
+    )
     bench = verb("bench", "time calls on this machine", "agent-rl sandbox bench --kind docker --size 4", _bench)
-    bench.add_argument("--calls", type=int, default=200, help="calls of each kind")
+    bench.add_argument("--calls", type=positive(int), default=200, help="calls of each kind")
     serve = verb(
         "serve",
         "offer sandboxes to other machines over HTTP",
@@ -60,10 +63,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--tokens", metavar="FILE", help=f"lines of client name and token; else the variable {TOKEN_VARIABLE}"
     )
     serve.add_argument(
-        "--per-client", type=int, default=16, help="sandboxes that one client holds or waits for at once"
+        "--per-client", type=positive(int), default=16, help="sandboxes that one client holds or waits for at once"
     )
     serve.add_argument("--queue", type=int, default=256, help="requests that may wait for a sandbox; more get 429")
-    serve.add_argument("--idle", type=float, default=300.0, metavar="SECONDS", help="unused leases end")
+    serve.add_argument("--idle", type=positive(float), default=300.0, metavar="SECONDS", help="unused leases end")
     serve.add_argument("--drain", type=float, default=30.0, metavar="SECONDS", help="what runs at SIGTERM may go on")
     for one in (run, bench, serve):
         one.add_argument("--kind", choices=get_args(Kind), default="auto")
@@ -75,7 +78,23 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             "--host", action="append", default=[], metavar="URL", help="of the remote backend; may be repeated"
         )
     for one in (bench, serve):
-        one.add_argument("--size", type=int, default=4, help="sandboxes at once")
+        one.add_argument("--size", type=positive(int), default=4, help="sandboxes at once")
+
+
+Number = TypeVar("Number", int, float)
+
+
+def positive(kind: Callable[[str], Number]) -> Callable[[str], Number]:
+    """An argument's type."""
+
+    def number(text: str) -> Number:
+        value = kind(text)
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+        return value
+
+    number.__name__ = "number"  # what argparse calls it where it is none
+    return number
 
 
 def _guarded(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
@@ -108,8 +127,10 @@ def _list(arguments: argparse.Namespace) -> int:
 def _clean(arguments: argparse.Namespace) -> int:
     from sandboxes.reaper import remove_folders, remove_orphans
 
-    removed = [*remove_folders(), *remove_orphans(everything=arguments.all)]
-    print("\n".join((*removed, f"removed {len(removed)}")))
+    folders = remove_folders()
+    print("".join(f"{folder}\n" for folder in folders), end="", flush=True)  # also where no engine answers below
+    removed = remove_orphans(everything=arguments.all)
+    print("\n".join((*removed, f"removed {len(folders) + len(removed)}")))
     return 0
 
 
@@ -160,7 +181,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     from sandboxes import SandboxPool, resolve
 
     host, _, port = arguments.bind.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdigit() or int(port) > 65_535:
         raise ValueError(f"--bind {arguments.bind!r}: HOST:PORT, such as 127.0.0.1:8088")
     tokens = _tokens(arguments.tokens)
     limits = ServiceLimits(per_client=arguments.per_client, idle_s=arguments.idle, drain_s=arguments.drain)
@@ -168,7 +189,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     async def run() -> None:
         spec = await resolve(_spec(arguments, size=arguments.size, warm=arguments.size))
         service = Service(SandboxPool(spec, max_waiting=arguments.queue), tokens, limits)
-        await serve(service, host, int(port), lambda line: print(line, flush=True))
+        await serve(service, host.strip("[]"), int(port), lambda line: print(line, flush=True))
 
     asyncio.run(run())
     return 0

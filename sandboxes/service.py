@@ -365,8 +365,9 @@ async def serve(service: Service, host: str, port: int, say: Callable[[str], Non
             stop = asyncio.Event()
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, stop.set)
-            bound = runner.addresses[0]
-            say(f"serving {service.pool.spec.size} {service.pool.spec.kind} sandboxes on http://{bound[0]}:{bound[1]}")
+            at, free, *_ = runner.addresses[0]
+            where = f"http://[{at}]:{free}" if ":" in at else f"http://{at}:{free}"
+            say(f"serving {service.pool.spec.size} {service.pool.spec.kind} sandboxes on {where}")
             await stop.wait()
             say(f"draining: {sum(service.holding.values())} sandboxes in use")
             await service.drain()

@@ -59,6 +59,7 @@ def test_bench_prints_a_table() -> None:
         (("run", "-", "--kind", "remote"), "needs --sandbox.hosts"),
         (("serve", "--kind", "local"), "clients need a token: set AGENT_RL_SANDBOX_TOKEN"),
         (("serve", "--kind", "local", "--bind", "8088"), "--bind '8088': HOST:PORT"),
+        (("serve", "--kind", "local", "--bind", "127.0.0.1:88088"), "--bind '127.0.0.1:88088': HOST:PORT"),
         (("serve", "--kind", "local", "--tokens", "/dev/null"), "each line is a client's name and its token"),
     ],
 )
@@ -68,6 +69,30 @@ def test_bad_input_is_one_line(arguments: tuple[str, ...], message: str) -> None
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("run", "-", "--timeout", "0"),
+        ("run", "-", "--timeout", "inf"),
+        ("bench", "--calls", "0"),
+        ("serve", "--idle", "-1"),
+    ],
+)
+def test_a_number_that_is_none_is_named(arguments: tuple[str, ...]) -> None:
+    done = sandbox(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.endswith(f"error: argument {arguments[-2]}: {arguments[-1]} is not a positive number\n")
+
+
+def test_clean_tells_of_folders_also_where_no_engine_answers(tmp_path: Path) -> None:
+    dead = tmp_path / "agent-rl-sandbox-999999-1-x"
+    dead.mkdir()
+    done = sandbox("clean", TMPDIR=str(tmp_path), DOCKER_HOST="unix:///no/docker.sock")
+    assert (done.returncode, done.stdout) == (2, f"{dead}\n")
+    assert "no Docker engine answers" in done.stderr
+    assert not dead.exists()
 
 
 def test_the_sandbox_commands_need_none_of_the_other_extras() -> None:
