@@ -101,6 +101,7 @@ class BwrapSandbox(WorkerSandbox):
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C goes to us; bwrap's own --new-session is for what it runs
             )
         except OSError as error:
             raise SandboxUnavailable(f"bwrap does not run: {error}") from error

@@ -225,6 +225,26 @@ async def test_orphans_are_removed_and_living_owners_are_left_alone() -> None:
     await box.close()
 
 
+INTERRUPTED = """
+import asyncio, os, signal, sys
+from sandboxes import SandboxPool, SandboxSpec
+async def main():
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: None)
+    async with SandboxPool(SandboxSpec(kind=sys.argv[1], size=1)) as pool, pool.lease() as box:
+        code = "import time; print('begun'); time.sleep(0.5); print('done')"
+        result = await box.exec(code, on_output=lambda name, data: os.killpg(0, signal.SIGINT))
+        print(result.stdout)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("kind", ["local", BWRAP, DOCKER])
+def test_ctrl_c_at_a_terminal_ends_no_sandbox_of_who_goes_on(kind: str) -> None:
+    command = [sys.executable, "-c", INTERRUPTED, kind]
+    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, timeout=60, check=False)
+    assert done.stdout.strip() == "begun\ndone", done.stderr
+
+
 async def test_a_dead_worker_is_our_failure_not_a_result() -> None:
     box = make_sandbox(SandboxSpec(kind="local"))
     await box.start()
