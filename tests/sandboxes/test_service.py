@@ -185,13 +185,23 @@ async def test_a_client_and_the_queue_have_limits(tmp_path: Path) -> None:
         assert (await client.run("print(1)"))["stdout"] == "1\n"
 
 
-async def test_a_lease_that_nobody_uses_ends() -> None:
-    async with serving(size=1, idle_s=2) as client:
-        await client.ask("PUT", "/v1/leases/0123456789")
-        await client.run("import time; time.sleep(3)", "/v1/leases/0123456789/run")  # in use is used
-        assert (await client.ask("GET", "/v1/leases/0123456789"))[0] == 200
+async def test_a_lease_that_nobody_uses_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(size=1, idle_s=300) as client:
+        lease, begun, enough, now = "/v1/leases/0123456789", tmp_path / "begun", tmp_path / "enough", 0.0
+        monkeypatch.setattr(client.service, "_now", lambda: now)
+        await client.ask("PUT", lease)
+        program = f"open({str(begun)!r}, 'w')\n{until_there(enough)}print('done')"
+        running = asyncio.create_task(client.run(program, lease + "/run", timeout_s=60))
+        while not begun.exists():  # noqa: ASYNC110  # a file, not an event
+            await asyncio.sleep(0.01)
+        now = 400.0  # in use is used
+        await asyncio.sleep(1.2)  # leases are looked at each second
+        enough.touch()
+        assert (await running)["stdout"] == "done\n"
+        assert (await client.ask("GET", lease))[0] == 200
+        now = 800.0
         assert (await client.run("print(1)"))["stdout"] == "1\n"  # waits for the one sandbox
-        assert (await client.ask("GET", "/v1/leases/0123456789"))[0] == 404
+        assert (await client.ask("GET", lease))[0] == 404
 
 
 async def test_a_client_that_hangs_up_frees_its_place() -> None:
