@@ -49,7 +49,7 @@ class Host:
 
     def failed(self) -> None:
         self.failures += 1
-        self.rests_until = time.monotonic() + min(30.0, 0.5 * 2**self.failures)
+        self.rests_until = time.monotonic() + min(30.0, 0.5 * 2 ** min(self.failures, 6))
 
     def answered(self) -> None:
         self.failures, self.rests_until = 0, 0.0
@@ -162,6 +162,9 @@ class RemoteSandbox:
                 answer = await within(timeout_s, self._ask(method, path, **options))
                 self.host.answered()
                 return answer
+            except (_Gone, _Refused):
+                self.host.answered()  # if not as we wished
+                raise
             except NETWORK_ERRORS as error:
                 reason = f"{type(error).__name__} {error}".strip()
                 if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ServerTimeoutError):

@@ -14,7 +14,7 @@ import pytest
 from sandbox_services import TOKEN, ServiceProcess, until_there
 
 from sandboxes import SandboxFailure, SandboxPool, SandboxSpec, SandboxUnavailable, resolve
-from sandboxes.remote import RemoteSandbox
+from sandboxes.remote import RemoteSandbox, hosts_of
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +83,41 @@ async def test_a_first_program_is_run_elsewhere_a_later_one_is_our_failure(tmp_p
         with pytest.raises(SandboxUnavailable, match="no sandbox service gives a sandbox"):
             await lost.start()
         await lost.close()
+
+
+async def test_a_host_that_is_down_for_long_is_our_failure_each_time() -> None:
+    url = "http://127.0.0.1:1"
+    host = hosts_of(SandboxSpec(kind="remote", hosts=(url,)))[0]
+    for _ in range(3000):  # of leases that tried it beside others, over hours
+        host.failed()
+    box = RemoteSandbox(SandboxSpec(kind="remote", hosts=(url,)))
+    with pytest.raises(SandboxUnavailable, match="no sandbox service gives a sandbox"):
+        await box.start()
+    await box.close()
+
+
+async def test_a_busy_host_is_waited_for_also_after_it_was_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ServiceProcess("--per-client", "1") as one:
+        spec = SandboxSpec(kind="remote", hosts=(one.url,))
+        first, second = RemoteSandbox(spec), RemoteSandbox(spec)
+        await first.start()
+        hosts_of(spec)[0].failed()
+        starting = asyncio.create_task(second.start())
+        asked = asyncio.Event()
+        ask = second._ask
+
+        async def overheard(*arguments: Any, **options: Any) -> Any:
+            try:
+                return await ask(*arguments, **options)
+            finally:
+                asked.set()
+
+        monkeypatch.setattr(second, "_ask", overheard)
+        await asked.wait()
+        await first.close()
+        await asyncio.wait_for(starting, 20)
+        assert (await second.exec("print(1)")).stdout == "1\n"
+        await second.close()
 
 
 @asynccontextmanager
