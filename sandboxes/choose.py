@@ -34,7 +34,8 @@ async def resolve(spec: SandboxSpec, warn: Callable[[str], None] | None = None) 
     """The specification with a kind that works here.
 
     ``auto`` becomes ``docker`` when an engine answers and has the image, else ``bwrap`` when it can make namespaces,
-    else ``local``. What ``bwrap`` and ``local`` lack is said in one line through ``warn`` (standard error by default).
+    else ``local``. What ``bwrap``, ``local`` or the services of ``remote`` lack is said in one line through ``warn``
+    (standard error by default).
 
     Raises:
         SandboxUnavailable: a kind was demanded and cannot be had.
@@ -43,7 +44,12 @@ async def resolve(spec: SandboxSpec, warn: Callable[[str], None] | None = None) 
     if spec.kind == "remote":
         from sandboxes.remote import check_hosts
 
-        await check_hosts(spec)
+        given = await check_hosts(spec)
+        if given < spec.size:
+            say(
+                f"WARNING: sandbox.size is {spec.size}, and the services that answer give one client {given}: who asks "
+                "for more at once waits, and fails after a minute"
+            )
         return spec
     kind: Kind = spec.kind
     reason = "as demanded"

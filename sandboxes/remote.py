@@ -74,20 +74,36 @@ def _session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(headers={"Authorization": f"Bearer {token}"})
 
 
-async def check_hosts(spec: SandboxSpec) -> None:
-    """Raises ``SandboxUnavailable`` unless one of the services is well."""
-    said = []
-    async with _session() as session:
-        for host in hosts_of(spec):
-            try:
-                timeout = aiohttp.ClientTimeout(total=CONNECT_S)
-                async with session.get(f"{host.url}/healthz", timeout=timeout) as answer:
-                    if answer.status == 200:
-                        return
+async def check_hosts(spec: SandboxSpec) -> int:
+    """How many sandboxes the services that are well give one client; ``SandboxUnavailable`` when none of them is."""
+    said: list[str] = []
+    given = 0
+
+    async def look(host: Host, session: aiohttp.ClientSession) -> None:
+        nonlocal given
+        try:
+            timeout = aiohttp.ClientTimeout(total=CONNECT_S)
+            async with session.get(f"{host.url}/healthz", timeout=timeout) as answer:
+                if answer.status == 200:
+                    state = await answer.json()
+                    given += min(state["size"], state.get("per_client", state["size"]))
+                else:
                     said.append(f"{host.url} is {(await answer.text())[:100]}")
-            except (*NETWORK_ERRORS, aiohttp.InvalidURL) as error:
-                said.append(f"{host.url}: {type(error).__name__} {error}")
-    raise SandboxUnavailable(f"no sandbox service answers: {'; '.join(said)}")
+        except (
+            *NETWORK_ERRORS,
+            aiohttp.InvalidURL,
+            aiohttp.ContentTypeError,
+            ValueError,
+            KeyError,
+            TypeError,
+        ) as error:
+            said.append(f"{host.url}: {type(error).__name__} {error}")
+
+    async with _session() as session:
+        await asyncio.gather(*(look(host, session) for host in hosts_of(spec)))
+    if not given:
+        raise SandboxUnavailable(f"no sandbox service answers: {'; '.join(said)}")
+    return given
 
 
 class RemoteSandbox:

@@ -139,6 +139,7 @@ class Service:
             "kind": self.pool.spec.kind,
             "isolated": self.pool.spec.kind != "local",
             "size": self.pool.spec.size,
+            "per_client": self.limits.per_client,
             "leased": counters.leased,
             "waiting": counters.waiting,
         }

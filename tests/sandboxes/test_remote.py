@@ -229,6 +229,17 @@ async def test_a_start_that_is_cancelled_leaves_no_lease_at_the_service(monkeypa
             assert (await answer.json())["leased"] == 0
 
 
+async def test_a_size_that_the_services_do_not_have_is_said_before_a_run() -> None:
+    async with ServiceProcess() as one, ServiceProcess("--per-client", "1") as two:
+        hosts = (one.url, two.url, "http://127.0.0.1:1")
+        lines: list[str] = []
+        await resolve(SandboxSpec(kind="remote", hosts=hosts, size=3), lines.append)
+        assert lines == []
+        await resolve(SandboxSpec(kind="remote", hosts=hosts, size=4), lines.append)
+        assert len(lines) == 1
+        assert "sandbox.size is 4, and the services that answer give one client 3" in lines[0]
+
+
 async def test_a_wrong_token_and_no_token_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     async with ServiceProcess() as one:
         spec = SandboxSpec(kind="remote", hosts=(one.url,))
