@@ -137,6 +137,7 @@ class DockerSandbox(WorkerSandbox):
         self.spec = spec
         self.container_id: str | None = None
         self._client: Any = None
+        self._attached: Any = None  # kept: its finaliser would close the socket under us
         self._stream: _AttachedBytes | None = None
 
     async def start(self) -> None:
@@ -205,7 +206,7 @@ class DockerSandbox(WorkerSandbox):
                 host_config=host,
             )
             self.container_id = created["Id"]
-            attached = api.attach_socket(self.container_id, {"stdin": 1, "stdout": 1, "stream": 1})
+            attached = self._attached = api.attach_socket(self.container_id, {"stdin": 1, "stdout": 1, "stream": 1})
             api.start(self.container_id)
         except SandboxUnavailable:
             self._remove()
@@ -216,7 +217,6 @@ class DockerSandbox(WorkerSandbox):
         self._client.close()  # else it keeps a connection for each kind of request: five beside the attached one
         raw: socket.socket = attached._sock
         raw.setblocking(False)
-        self._attached = attached  # its finaliser would close the socket under us
         return raw
 
     async def alive(self) -> bool:
@@ -226,8 +226,10 @@ class DockerSandbox(WorkerSandbox):
         if self._stream is not None:
             self._stream.close()
             self._stream = None
-            self._attached._response.close()  # else its descriptor waits for the garbage collector
-            self._attached.close()
+        attached, self._attached = self._attached, None
+        if attached is not None:  # also of a start that was cancelled: else it waits for the garbage collector
+            attached._response.close()
+            attached.close()
         if self.container_id is not None:
             await _in_thread(self._remove)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -132,6 +133,25 @@ async def test_a_container_killed_in_mid_call_is_our_failure_and_is_replaced() -
             assert (await box.exec("print(2)")).stdout == "2\n"
         client.close()
         assert (pool.counters.started, pool.counters.discarded, pool.counters.leaked) == (3, 2, 0)
+
+
+@pytest.mark.docker
+@pytest.mark.slow
+async def test_a_start_that_is_cancelled_leaves_no_container_and_no_descriptor() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    ids: set[str] = set()
+    for delay_s in (0.0, 0.02, 0.05, 0.1, 0.2):
+        box = DockerSandbox(SandboxSpec(kind="docker", preload=()))
+        starting = asyncio.create_task(box.start())
+        await asyncio.sleep(delay_s)
+        starting.cancel()
+        await asyncio.wait([starting])
+        ids.add(str(box.container_id))
+        await box.close()
+    assert set(os.listdir("/proc/self/fd")) == before
+    client = connect()
+    assert not ids & {container["Id"] for container in client.api.containers(all=True)}
+    client.close()
 
 
 @pytest.mark.docker
