@@ -2,9 +2,9 @@
 
 math-verify cannot run under its own timeout in a thread, and without one a hostile answer freezes the interpreter. So
 a server process imports it once and forks a worker for every question that needs it, as many at a time as there are
-processors: the worker has a bounded address space, is killed at its deadline, and takes no warm state with it. The
-deadline is one of processor time, kept by the kernel, so that neither a queue nor a busy machine is ever mistaken for a
-slow answer.
+processors: the worker has a bounded address space beside what it inherits, is killed at its deadline, and takes no warm
+state with it. The deadline is one of processor time, kept by the kernel, so that neither a queue nor a busy machine is
+ever mistaken for a slow answer. The server says that it is ready after it has seen a worker judge rightly.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ import signal
 import sys
 import time
 from collections import OrderedDict, deque
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import Literal
 
 from envs.algebra import FORMS, algebra_equal, warm
@@ -31,9 +33,14 @@ Verdict = Literal["correct", "wrong", "unparsable", "timeout"]
 
 TIMEOUT_S = 1.5
 PATIENCE = 6
-"""Seconds on the clock for every second of processor time, for a worker that does not compute but waits."""
+"""Seconds on the clock for every second of processor time, after which a worker that has not computed is given up."""
 START_S = 60.0
 MEMORY_MB = 1024
+"""Of address space, beside what a worker inherits: libraries reserve gigabytes for the threads of a large machine."""
+KNOWN = ("x^2+2x+1", "(x+1)^2")
+"""Equal, and only algebra can tell."""
+SERVER = "import sys; sys.path[:] = sys.argv[1:]; from envs.grader import serve; serve()"
+"""With our own path as arguments: ``-m`` would look in the working folder first, for ``envs`` as for everything."""
 REMEMBERED = 4096
 """Verdicts kept by a grader: the samples of a problem often agree. A timeout is not kept."""
 
@@ -104,12 +111,14 @@ class Grader:
             if self._process is None:
                 process = await asyncio.create_subprocess_exec(
                     sys.executable,
-                    "-m",
-                    "envs.grader",
+                    "-c",
+                    SERVER,
+                    *sys.path,
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.DEVNULL,
                     start_new_session=True,  # Ctrl-C goes to us, who then close it
+                    env={**os.environ, **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")},  # it forks
                 )
                 try:
                     assert process.stdout is not None
@@ -143,7 +152,11 @@ class Grader:
             while line := await process.stdout.readline():
                 number, verdict = json.loads(line)
                 future = self._waiting.get(number)
-                if future is not None and not future.done():
+                if future is None or future.done():
+                    continue
+                if verdict is None:
+                    future.set_exception(ValueError("its process got no processor time"))
+                else:
                     future.set_result(verdict)
         except (OSError, ValueError) as error:
             fault = error
@@ -167,7 +180,8 @@ class Grader:
 
 async def _gone(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
-        process.kill()
+        with suppress(ProcessLookupError):  # `process.kill` would reap it, and asyncio warn that it is not there
+            os.kill(process.pid, signal.SIGKILL)
     await process.wait()
 
 
@@ -178,14 +192,21 @@ class _Worker:
     number: int
     pid: int
     reading: int  # its verdict comes out here
-    killed_at: float  # on the monotonic clock
+    patience_s: float
+    looked_at: float  # on the monotonic clock: the next look whether it computes
+    ticks: int = 0  # of processor time at the last look
 
 
 def serve() -> None:
-    """The server: ``[number, verdict]`` a line for a question a line, in any order, until its stdin closes."""
+    """The server: ``[number, verdict]`` a line for a question a line, in any order, until its stdin closes.
+
+    The verdict is null for a worker that was given up. Raises ``RuntimeError`` when no worker can judge here.
+    """
     equal(r"\frac{x}{2}+1", "1+x/2", algebra_equal)  # loads and warms what the workers inherit
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing that a library prints may look like a verdict
+    if (verdict := _ended(_forked(0, *KNOWN, START_S), answered=True)) != "correct":
+        raise RuntimeError(f"a grading process says {verdict} of {KNOWN}: it has no memory, or its packages are broken")
     out.write("ready\n")
     out.flush()
     places = len(os.sched_getaffinity(0))
@@ -195,7 +216,7 @@ def serve() -> None:
     with selectors.DefaultSelector() as selector:
         selector.register(0, selectors.EVENT_READ)
         while is_open or working or questions:
-            deadline = min((worker.killed_at for worker in working.values()), default=None)
+            deadline = min((worker.looked_at for worker in working.values()), default=None)
             wait = None if deadline is None else max(0.0, deadline - time.monotonic())
             ready = {key.fd for key, _ in selector.select(wait)}
             if 0 in ready:
@@ -207,7 +228,7 @@ def serve() -> None:
                 questions += [tuple(json.loads(line)) for line in lines]
             now = time.monotonic()
             for worker in list(working.values()):
-                if worker.reading in ready or worker.killed_at <= now:
+                if worker.reading in ready or (worker.looked_at <= now and not _computes(worker, now)):
                     selector.unregister(worker.reading)
                     del working[worker.reading]
                     out.write(json.dumps([worker.number, _ended(worker, worker.reading in ready)]) + "\n")
@@ -228,7 +249,8 @@ def _forked(number: int, gold: str, answer: str, timeout_s: float) -> _Worker:
         verdict: Verdict = "unparsable"
         try:
             os.close(reading)
-            resource.setrlimit(resource.RLIMIT_AS, (MEMORY_MB << 20, MEMORY_MB << 20))
+            most = (MEMORY_MB << 20) + int(_proc("self", "statm")[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
             signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which is to die, whatever the interpreter is busy with
             signal.setitimer(signal.ITIMER_PROF, timeout_s)
             verdict = "correct" if equal(gold, answer, algebra_equal) else "wrong"
@@ -238,20 +260,34 @@ def _forked(number: int, gold: str, answer: str, timeout_s: float) -> _Worker:
             os.write(writing, verdict.encode())
             os._exit(0)
     os.close(writing)
-    return _Worker(number=number, pid=pid, reading=reading, killed_at=time.monotonic() + timeout_s * PATIENCE)
+    patience_s = timeout_s * PATIENCE
+    return _Worker(
+        number=number, pid=pid, reading=reading, patience_s=patience_s, looked_at=time.monotonic() + patience_s
+    )
 
 
-def _ended(worker: _Worker, answered: bool) -> Verdict:
-    """The verdict of a worker that has written one or died, or is killed here; it is reaped."""
+def _computes(worker: _Worker, now: float) -> bool:
+    """Whether it had processor time since the last look; it is then looked at again after the same time."""
+    user, system = _proc(str(worker.pid), "stat")[11:13]
+    before, worker.ticks = worker.ticks, int(user) + int(system)
+    worker.looked_at = now + worker.patience_s
+    return worker.ticks > before
+
+
+def _proc(process: str, name: str) -> list[str]:
+    """The fields of a file of ``/proc``, without the process's number and name."""
+    return (Path("/proc") / process / name).read_text().rpartition(")")[2].split()
+
+
+def _ended(worker: _Worker, answered: bool) -> Verdict | None:
+    """The verdict of a worker that has written one or died; None for one that is killed here. It is reaped."""
     if not answered:
         os.kill(worker.pid, signal.SIGKILL)
     word = os.read(worker.reading, 32).decode() if answered else ""
     os.close(worker.reading)
     _, status = os.waitpid(worker.pid, 0)
-    if not answered or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF):
+    if not answered:
+        return None
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
         return "timeout"
     return word if word in ("correct", "wrong") else "unparsable"  # type: ignore[return-value]
-
-
-if __name__ == "__main__":
-    serve()

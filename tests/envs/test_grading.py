@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from hypothesis import strategies as st
 
 from envs.answers import final_answer, normalised, stated_answer
 from envs.equality import equal, same_exactly
-from envs.grader import Grader, GraderFailure, is_reasonable
+from envs.grader import Grader, GraderFailure, _computes, _Worker, is_reasonable
 
 DATA = Path(__file__).parents[1] / "data"
 ROWS = [
@@ -106,6 +109,111 @@ async def test_a_busy_machine_is_not_a_slow_answer() -> None:
             process.kill()
             await process.wait()
         await strict.close()
+
+
+def served(before: str, question: list[Any], **settings: Any) -> subprocess.Popen[str]:
+    """A grading server that has run some lines before, with a question."""
+    program = f"{before}\nimport envs.grader\nenvs.grader.serve()"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    server = subprocess.Popen([sys.executable, "-c", program], env=environment, text=True, **pipes, **settings)
+    assert server.stdin is not None
+    server.stdin.write(json.dumps(question) + "\n")
+    server.stdin.flush()
+    return server
+
+
+def test_address_space_that_libraries_reserved_is_not_counted_against_an_answer() -> None:
+    """OpenBLAS reserves 40 MB for every processor: with 32 of them every answer that needed algebra was wrong."""
+    server = served("import mmap; held = mmap.mmap(-1, 3 << 30)", [7, "x^2+2x+1", "(x+1)^2", 20])
+    assert server.communicate()[0].splitlines() == ["ready", '[7, "correct"]']
+
+
+def test_a_server_whose_processes_cannot_judge_is_never_ready() -> None:
+    server = served("import envs.grader; envs.grader.MEMORY_MB = 0", [7, "x^2+2x+1", "(x+1)^2", 20])
+    said, complaint = server.communicate()
+    assert said == ""
+    assert "RuntimeError: a grading process says" in complaint
+
+
+def test_the_server_has_one_thread() -> None:
+    """It forks, and a library's other threads would be missing in what it forks."""
+
+    async def threads() -> int:
+        own = Grader()
+        try:
+            await own.start()
+            assert own._process is not None
+            return len(list(Path(f"/proc/{own._process.pid}/task").iterdir()))
+        finally:
+            await own.close()
+
+    assert asyncio.run(threads()) == 1
+
+
+def test_a_folder_of_our_name_where_one_works_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "envs").mkdir()
+    (tmp_path / "envs" / "__init__.py").write_text("raise ImportError('not ours')")
+    monkeypatch.chdir(tmp_path)
+
+    async def verdict() -> str:
+        own = Grader()
+        try:
+            return await own.verdict("x+1", "1+x")
+        finally:
+            await own.close()
+
+    assert asyncio.run(verdict()) == "correct"
+
+
+def test_a_process_that_computes_is_looked_at_again() -> None:
+    """Its deadline is one of processor time; on the clock it may take ever so long, as in a container with a quota."""
+    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        worker = _Worker(number=0, pid=child.pid, reading=0, patience_s=9.0, looked_at=0.0)
+        while not _computes(worker, 1.0):
+            time.sleep(0.01)
+        assert worker.looked_at == 10.0
+        child.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+        _computes(worker, 2.0)
+        assert not _computes(worker, 3.0)
+    finally:
+        child.kill()
+        child.wait()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_process_that_gets_no_processor_time_is_our_failure() -> None:
+    own = Grader(timeout_s=0.3)
+    await own.start()
+    assert own._process is not None
+    children = Path(f"/proc/{own._process.pid}/task/{own._process.pid}/children")
+
+    async def stop_them() -> None:
+        while True:
+            for pid in map(int, children.read_text().split()):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(0)
+
+    stopping = asyncio.create_task(stop_them())
+    try:
+        with pytest.raises(GraderFailure, match="no processor time"):
+            await own.verdict("3", "\\int_0^{10} \\sin(e^{x})\\,dx")
+    finally:
+        stopping.cancel()
+        await own.close()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_closed_grader_leaves_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(3):
+        own = Grader()
+        await own.start()
+        await own.close()
+    await asyncio.sleep(0.1)
+    assert [record.getMessage() for record in caplog.records] == []
 
 
 @pytest.mark.asyncio(loop_scope="module")
