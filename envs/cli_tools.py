@@ -153,7 +153,7 @@ def _data_check(arguments: argparse.Namespace) -> int:
 
 def _grade(arguments: argparse.Namespace) -> int:
     rows = []
-    for number, line in enumerate(read(arguments.file).splitlines(), start=1):
+    for number, line in enumerate(read(arguments.file).split("\n"), start=1):
         if line.strip():
             rows.append(_pair(line, f"{arguments.file}:{number}", number))
     if not rows:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import difflib
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +14,9 @@ from envs.types import Task
 
 FIELDS = ("id", "problem", "answer", "source", "meta")
 """What a row may have; other columns of it go to ``meta``."""
+
+UTF8 = "utf-8-sig"
+"""With or without the mark that spreadsheets begin a file with: it would become part of the first column's name."""
 
 
 class TaskSource(Protocol):
@@ -136,7 +140,7 @@ def _existing(path: str | Path) -> Path:
 
 
 def _jsonl_rows(file: Path) -> Rows:
-    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(file.read_text(encoding=UTF8).split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -146,7 +150,7 @@ def _jsonl_rows(file: Path) -> Rows:
 
 
 def _csv_rows(file: Path) -> Rows:
-    with file.open(encoding="utf-8", newline="") as lines:
+    with file.open(encoding=UTF8, newline="") as lines:
         reader = csv.DictReader(lines, strict=True)
         try:
             for row in reader:
@@ -182,6 +186,13 @@ def _hub_rows(name: str, split: str) -> Rows:
 
 
 def _tasks(rows: Rows, name: str, columns: Mapping[str, str]) -> list[Task]:
+    try:
+        return _distinct(rows, name, columns)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"data file {name!r} is not UTF-8 text ({error})") from None
+
+
+def _distinct(rows: Rows, name: str, columns: Mapping[str, str]) -> list[Task]:
     tasks: list[Task] = []
     lines: dict[str, int] = {}
     for number, row in rows:
@@ -207,6 +218,8 @@ def _task(row: Any, where: str, number: int, columns: Mapping[str, str]) -> Task
             raise ValueError(f"{where}: field {column!r} is missing; the row has {has}")
         if not isinstance(found[field], str) or not found[field].strip():
             raise ValueError(f"{where}: field {column!r} must be a non-empty string, not {found[field]!r}")
+        if re.search("[\ud800-\udfff]", found[field]):
+            raise ValueError(f"{where}: field {column!r} holds half of a surrogate pair, which no tokenizer takes")
     meta = found.get("meta") or {}
     meta = dict(meta) if isinstance(meta, dict) else {"meta": meta}
     used = {columns.get(field, field) for field in FIELDS}

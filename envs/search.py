@@ -83,10 +83,12 @@ def load_pages(path: str) -> list[Page]:
     """Raises ``ValueError`` naming file and line."""
     pages = []
     try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+        lines = Path(path).expanduser().read_text(encoding="utf-8-sig").split("\n")  # JSON holds other ends of lines
     except OSError as error:
         raise ValueError(f"corpus {path!r} cannot be read: {error.strerror}") from None
     for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
             pages.append(Page(title=str(row["title"]), text=str(row["text"])))

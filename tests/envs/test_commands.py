@@ -85,10 +85,10 @@ def test_pairs_are_graded(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     rows = [
         {"id": "a", "gold": "1/2", "pred": "\\boxed{0.5}", "expected": True},
         {"id": "b", "gold": "1/2", "pred": "\\boxed{0.6}", "expected": True},
-        {"gold": "1/2", "pred": "no idea"},
+        {"gold": "1/2", "pred": "no\u2028idea"},
     ]
     file = tmp_path / "pairs.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    file.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n", encoding="utf-8")
     assert run("grade", str(file)) == 0
     out = capsys.readouterr().out
     lines = [line.split("\t") for line in out.splitlines()[:3]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 import envs
 from envs import Mixture, Task, TaskList, load_tasks
 from envs.arithmetic import ArithmeticOptions, ArithmeticTasks, evaluate
+from envs.search import Page, load_pages
 
 GSM8K = str(Path(__file__).parents[1] / "data" / "gsm8k_sample.jsonl")
 
@@ -67,6 +69,39 @@ def test_bad_csv_rows_are_named(tmp_path: Path, text: str, complaint: str) -> No
     with pytest.raises(ValueError, match="rows") as caught:
         load_tasks(file)
     assert complaint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("rows.csv", "id,problem,answer\nx,p,1\n"), ("rows.jsonl", '{"id": "x", "problem": "p", "answer": "1"}\n')],
+)
+def test_the_mark_that_spreadsheets_begin_with_is_no_part_of_a_name(tmp_path: Path, name: str, text: str) -> None:
+    """A first column ``id`` became a field of ``meta`` under another name, without a word."""
+    file = tmp_path / name
+    file.write_text(text, encoding="utf-8-sig")
+    assert load_tasks(file) == [Task(id="x", prompt="p", answer="1")]
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl"])
+def test_a_file_in_another_encoding_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes("problem,answer\ncafé,1\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=rf"data file '.*{name}' is not UTF-8"):
+        load_tasks(tmp_path / name)
+
+
+def test_text_that_no_tokenizer_takes_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"problem": "cut: \\ud83d", "answer": "1"}\n')
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: field 'problem' holds half of a surrogate pair"):
+        load_tasks(file)
+
+
+def test_pages_may_hold_what_python_takes_for_ends_of_lines(tmp_path: Path) -> None:
+    file = tmp_path / "pages.jsonl"
+    pages = [Page(title="a\u2028b", text="c\x85d"), Page(title="e", text="f\x0cg")]
+    lines = [json.dumps({"title": page.title, "text": page.text}, ensure_ascii=False) for page in pages]
+    file.write_text("\n".join(lines) + "\n\n", encoding="utf-8")
+    assert load_pages(str(file)) == pages
 
 
 def test_parquet(tmp_path: Path) -> None:
