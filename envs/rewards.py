@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,7 +81,8 @@ class Rubric:
         weights: of the terms by name.
         gates: terms that must be positive, or the reward is 0 whatever the others say (format before correctness).
         terms: terms of one's own; a name of ours is replaced by it.
-        timeout_s: of one term.
+        timeout_s: of one term, with its place in a queue: hundreds of episodes may end at once with answers that the
+            grader works on until its own deadline, and that is no failure of ours.
 
     Raises:
         ValueError: a name that is no term.
@@ -89,7 +91,7 @@ class Rubric:
     weights: Mapping[str, float]
     gates: Sequence[str] = ()
     terms: Mapping[str, Term] = field(default_factory=dict)
-    timeout_s: float = 60.0
+    timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         known = {**TERMS, **self.terms}
@@ -103,7 +105,8 @@ class Rubric:
         """The weighted sum and the terms.
 
         Raises:
-            GraderFailure: a term raised, hung or could not tell: the episode is then void, not worth 0.
+            GraderFailure: a term raised, hung, is no finite number or could not tell: the episode is then void, not
+                worth 0.
             SandboxFailure: a term found the sandbox broken.
         """
         known = {**TERMS, **self.terms}
@@ -125,4 +128,6 @@ class Rubric:
             raise GraderFailure(f"term {name} raised {type(error).__name__}: {error}") from error
         if value is None:
             raise GraderFailure(f"term {name} could not tell")
+        if not math.isfinite(value):
+            raise GraderFailure(f"term {name} is {value}, no finite number")
         return float(value)

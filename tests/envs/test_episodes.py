@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from envs_scripted import TASK, FakeResources, breaks, call, done, make_env, play
 
 from envs import Limits, Rubric, Task, Tool, ToolBug, ToolContext, ToolOutput, TurnResult, tool
+from envs.grader import TIMEOUT_S
 from envs.rewards import Episode
 from envs.tools import ToolError, python
 from envs.types import ModelTurn, ToolCall
@@ -236,12 +238,17 @@ async def _cannot_tell(episode: Episode, grader: object) -> None:
     return None
 
 
+async def _divides(episode: Episode, grader: object) -> float:
+    return math.nan
+
+
 @pytest.mark.parametrize(
     ("term", "detail"),
     [
         (_raises, "term own raised ZeroDivisionError: in a grader"),
         (_hangs, "term own took more than 0.1 s"),
         (_cannot_tell, "term own could not tell"),
+        (_divides, "term own is nan, no finite number"),
     ],
 )
 async def test_a_grader_that_fails_voids_the_episode(term: object, detail: str) -> None:
@@ -251,6 +258,11 @@ async def test_a_grader_that_fails_voids_the_episode(term: object, detail: str) 
     assert result.reward is None
     assert result.failure is not None
     assert (result.failure.kind, result.failure.detail) == ("grader", detail)
+
+
+def test_a_queue_at_the_grader_is_no_failure() -> None:
+    """512 episodes end at once on two processors, with answers that the grader works on to its deadline."""
+    assert 512 / 2 * TIMEOUT_S < Rubric(weights={}).timeout_s
 
 
 async def test_a_bug_in_a_tool_raises_or_voids_as_asked() -> None:
