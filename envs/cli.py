@@ -99,7 +99,7 @@ def _play(arguments: argparse.Namespace) -> int:
 
     async def episode() -> int:
         spec_of_box = SandboxSpec(kind=arguments.sandbox, size=1)
-        async with Resources(await resolve(spec_of_box) if spec.tools else spec_of_box) as resources:
+        async with Resources(await resolve(spec_of_box) if spec.may_call else spec_of_box) as resources:
             env = spec.make(spec.tasks(_options(arguments, spec)), resources=resources, dialect=dialect.name)
             opening = await env.areset(0, task)
             print(PLAY_HELP)

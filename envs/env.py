@@ -14,7 +14,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -77,6 +77,9 @@ class ToolEnv(MessageEnv):
         on_tool_bug: ``raise`` a ``ToolBug``, or ``void`` the episode.
         approve: asked before each call that would run; one that it refuses is told so.
     """
+
+    brings_tools: ClassVar[bool] = False
+    """Whether its tasks bring tools along that ``tools`` does not name, so that it may need a sandbox all the same."""
 
     def __init__(
         self,
@@ -299,7 +302,8 @@ class ToolEnv(MessageEnv):
 
     async def _open(self) -> None:
         if self._resources is None:
-            spec = await resolve(self._sandbox) if self.tools else self._sandbox
+            may_call = self.all_tools or self.brings_tools
+            spec = await resolve(self._sandbox) if may_call else self._sandbox
             self._own_resources = self._resources = await Resources(spec).__aenter__()
 
     async def _shut(self) -> None:

@@ -89,6 +89,8 @@ def _row_task(task: Task, path: str) -> Task:
 class MixedEnv(ToolEnv):
     """Becomes the environment that each task names. Its own limits bound theirs; its weights go before theirs."""
 
+    brings_tools = True
+
     def __init__(self, *, rubric: Rubric, **settings: Any) -> None:
         super().__init__(rubric=rubric, **settings)
         self._weights, self._bounds = rubric.weights, self.limits

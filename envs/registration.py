@@ -43,6 +43,11 @@ class EnvSpec:
     example: Mapping[str, Any] = field(default_factory=dict)  # options to try it with, where it needs some
     kind: type[ToolEnv] = ToolEnv  # what is made; takes what ``ToolEnv`` takes
 
+    @property
+    def may_call(self) -> bool:
+        """Whether its episodes may offer tools, so that a sandbox must be there."""
+        return bool(self.tools) or self.kind.brings_tools
+
     def make(
         self,
         tasks: TaskSource,

@@ -46,9 +46,12 @@ def for_trl(env_id: str, *, options: Mapping[str, Any] | None = None, **settings
         settings: as in ``EnvSpec.make``: ``sandbox``, ``limits``, ``weights``.
 
     Raises:
-        ValueError: an unknown id or option, or a tool without a Python signature (of an MCP server).
+        ValueError: an unknown id or option, a tool without a Python signature (of an MCP server), or tools that come
+            with each task.
     """
     spec = get(env_id)
+    if spec.kind.brings_tools:
+        raise ValueError(f"{env_id} has other tools for each task; TRL reads one set for all of them")
     tasks = spec.tasks(options or {})
     members: dict[str, Any] = {tool.name: _method(tool) for tool in spec.tools}
     kind = type("ToolEnvironment", (_Environment,), members)

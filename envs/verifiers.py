@@ -6,6 +6,7 @@ the environment's own ``astep``: limits, failures and grading are the same as in
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -72,12 +73,13 @@ class _ToolEnv(vf.MultiTurnEnv):  # type: ignore[misc]
         self._spec, self._tasks, self._settings = spec, tasks, settings
         self._sandbox = sandbox or SandboxSpec()
         self._resources: Resources | None = None
+        self._opening = asyncio.Lock()  # many episodes begin at once, and share what the first one opens
 
     async def setup_state(self, state: vf.State) -> vf.State:
-        if self._resources is None:
-            needs_box = bool(self._spec.tools)
-            self._resources = Resources(await resolve(self._sandbox) if needs_box else self._sandbox)
-            await self._resources.__aenter__()
+        async with self._opening:
+            if self._resources is None:
+                spec = await resolve(self._sandbox) if self._spec.may_call else self._sandbox
+                self._resources = await Resources(spec).__aenter__()
         env = self._spec.make(self._tasks, resources=self._resources, **self._settings)
         opening = await env.areset(
             int(state["input"].get("example_id", 0)), TASK.validate_json(state["info"]["agentic_task"])

@@ -139,7 +139,7 @@ async def _play(
     console: Console,
 ) -> None:
     native = dialect == "native"
-    uses_sandbox = any(part.env.tools for part in parts)
+    uses_sandbox = any(part.env.may_call for part in parts)
     concurrency = settings.concurrency or (16 if model is None else 64)
     spec = settings.sandbox
     if uses_sandbox:
@@ -300,7 +300,7 @@ def _identity(
     dialect: str,
 ) -> dict[str, Any]:
     """What must agree for episodes to be samples of one thing. ``k`` and ``limit`` may grow."""
-    tools = any(part.env.tools for part in parts)
+    tools = any(part.env.may_call for part in parts)
     budget = next(iter(budgets.values()))
     return {
         # A named model may be served elsewhere tomorrow.

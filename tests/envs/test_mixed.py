@@ -11,6 +11,7 @@ import pytest
 import envs
 from envs import Limits, ModelTurn
 from envs.registration import make_env
+from envs.trl import for_trl
 from sandboxes import SandboxSpec
 
 GSM8K = str(Path(__file__).parents[1] / "data" / "gsm8k_sample.jsonl")
@@ -53,6 +54,25 @@ def test_each_task_is_played_by_its_own_rules() -> None:
         assert (end.reward, end.terms) == (2.0, {"correct": 1.0, "thought": 1.0})
     finally:
         env.close()
+
+
+def test_tools_that_come_with_the_tasks_find_a_sandbox_that_works_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment itself names no tools, and its default kind of sandbox is none to start."""
+
+    async def here(spec: SandboxSpec) -> SandboxSpec:
+        assert spec.kind == "auto"
+        return LOCAL
+
+    monkeypatch.setattr("envs.env.resolve", here)
+    env = make_env(env_id="agentic/Mixed-v1", options={"parts": {"agentic/Arithmetic-v1": {}}})
+    try:
+        env.reset(seed=0)
+        assert env.step(env.dialect.written("python", {"code": "print(6 * 7)"}))[0] == "42"
+    finally:
+        env.close()
+    assert envs.get("agentic/Mixed-v1").may_call
+    with pytest.raises(ValueError, match="other tools for each task"):
+        for_trl("agentic/Mixed-v1", options={"parts": PARTS})
 
 
 @pytest.mark.parametrize(
