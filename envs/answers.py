@@ -23,12 +23,12 @@ def final_answer(text: str) -> str | None:
     ``"\\boxed{1} and \\boxed{2}"`` gives ``"1, 2"``. When the last box is not closed there is no answer.
     """
     visible = _visible(text)
-    tagged = re.findall(r"<answer>(.*?)</answer>", visible, flags=re.DOTALL)
-    if tagged:
-        visible = tagged[-1]
+    tagged = _last_element(visible)
+    if tagged is not None:
+        visible = tagged
     boxes = list(_boxes(visible))
     if not boxes:
-        answer = tagged[-1].strip() if tagged and "\\boxed" not in tagged[-1] else None
+        answer = tagged.strip() if tagged is not None and "\\boxed" not in tagged else None
     elif boxes[-1][2] is None:
         answer = None
     else:
@@ -39,6 +39,15 @@ def final_answer(text: str) -> str | None:
             parts.insert(0, content)
         answer = ", ".join(part.strip() for part in parts)
     return answer if answer is not None and len(answer) <= MAX_ANSWER else None
+
+
+def _last_element(text: str) -> str | None:
+    """Content of the last ``<answer>`` element. By hand, as a pattern would look for an end from every beginning."""
+    opening, closing = "<answer>", "</answer>"
+    found, position = None, 0
+    while (start := text.find(opening, position)) >= 0 and (end := text.find(closing, start)) >= 0:
+        found, position = text[start + len(opening) : end], end + len(closing)
+    return found
 
 
 def stated_answer(text: str) -> str | None:

@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import warnings
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ from envs.types import Message, ToolCall
 
 MAX_PROGRAM = 65_536
 """Characters; longer ones are not tried by the compiler to find out where they end."""
+ENDS_TRIED = 9
+"""Marks that may end a program; those after them are not looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +29,17 @@ class CodeFence(DialectBase):
 
     def scan(self, text: str, tools: Mapping[str, Tool]) -> Scan:
         def read(text: str, match: re.Match[str], run: int) -> tuple[ToolCall | None, int]:
-            closings = list(re.compile(r"^```[ \t]*$", flags=re.MULTILINE).finditer(text, match.end()))
+            first = bisect_left(closings, (match.end(), 0))
+            following = closings[first : first + ENDS_TRIED]
             if match["lang"].lower() not in ("python", "py", "python3"):
-                return None, closings[0].end() if closings else match.end()
-            if not closings:
+                return None, following[0][1] if following else match.end()
+            if not following:
                 return unclosed(match.start(), len(text)), len(text)
-            ends = [closing.start() for closing in closings]
-            call = _program(text, match.start(), match.end(), ends, closings[0].end(), tools)
-            return call, closings[0].end()
+            ends = [start for start, _ in following]
+            call = _program(text, match.start(), match.end(), ends, following[0][1], tools)
+            return call, following[0][1]
 
+        closings = [closing.span() for closing in re.finditer(r"^```[ \t]*$", text, flags=re.MULTILINE)]
         return scan(text, r"(?<![^\n])```(?P<lang>[^`<\n]*?)[ \t]*\n", read, verbatim=True).first_call_only()
 
     def system_text(self, schemas: Sequence[dict[str, Any]]) -> str:
@@ -55,12 +60,14 @@ class ReTool(DialectBase):
 
     def scan(self, text: str, tools: Mapping[str, Tool]) -> Scan:
         def read(text: str, match: re.Match[str], run: int) -> tuple[ToolCall, int]:
-            ends = [closing.start() for closing in re.finditer("</code>", text) if closing.start() >= match.end()]
+            first = bisect_left(closings, match.end())
+            ends = closings[first : first + ENDS_TRIED]
             if not ends:
                 return unclosed(match.start(), len(text)), len(text)
             end = ends[0] + len("</code>")
             return _program(text, match.start(), match.end(), ends, end, tools), end
 
+        closings = [closing.start() for closing in re.finditer("</code>", text)]
         return scan(text, "<code>", read, verbatim=True).first_call_only()
 
     def system_text(self, schemas: Sequence[dict[str, Any]]) -> str:
@@ -82,7 +89,7 @@ def _program(text: str, start: int, body: int, ends: Sequence[int], close: int, 
     Where that is no program but what stands before a later end is one, the end was inside a string: reported, not run.
     """
     code = _unfenced(text[body : ends[0]])
-    if len(ends) > 1 and not _compiles(code) and any(_compiles(_unfenced(text[body:end])) for end in ends[1:9]):
+    if len(ends) > 1 and not _compiles(code) and any(_compiles(_unfenced(text[body:end])) for end in ends[1:]):
         message = "the end mark also stands inside the program, so it is not clear where that ends; avoid it there"
         return malformed(message, start, close, "python")
     return checked_call("python", {"code": code}, tools, (start, close))
