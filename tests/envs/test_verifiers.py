@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from aiohttp import web
 from envs_scripted import call
 
+from envs.env import Resources
 from envs.registration import get
 from sandboxes import SandboxSpec
 
@@ -63,9 +65,34 @@ async def test_an_episode_of_verifiers(monkeypatch: pytest.MonkeyPatch) -> None:
         await runner.cleanup()
 
 
+async def test_episodes_of_verifiers_that_begin_at_once_share_what_they_run_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    import envs.verifiers
+
+    opened: list[Resources] = []
+
+    class Counted(Resources):
+        async def __aenter__(self) -> Resources:
+            opened.append(self)
+            return await super().__aenter__()
+
+    async def asks_an_engine(spec: SandboxSpec) -> SandboxSpec:
+        await asyncio.sleep(0)
+        return spec
+
+    monkeypatch.setattr(envs.verifiers, "Resources", Counted)
+    monkeypatch.setattr(envs.verifiers, "resolve", asks_an_engine)
+    env = envs.verifiers.for_verifiers("agentic/Arithmetic-v1", count=4, sandbox=LOCAL)
+    rows = list(env.get_dataset())
+    try:
+        await asyncio.gather(*(env.setup_state({"input": {}, "info": row["info"]}) for row in rows))
+        assert len(opened) == 1
+    finally:
+        await env._teardown()
+
+
 if importlib.util.find_spec("verifiers") is None:
     # Its pins conflict with vLLM's, so it has an environment of its own (`make test-peers`).
-    del test_an_episode_of_verifiers
+    del test_an_episode_of_verifiers, test_episodes_of_verifiers_that_begin_at_once_share_what_they_run_in
 
     def test_verifiers_is_imported_nowhere_else() -> None:
         users = [
