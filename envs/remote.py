@@ -7,6 +7,7 @@ from typing import Any
 
 import aiohttp
 
+from envs.env import Limits
 from envs.facade import MessageEnv
 from envs.types import Failure, ModelTurn, Opening, Task, TurnResult
 from envs.wire import OPENING, RESULT, TASK, to_json
@@ -32,7 +33,8 @@ class RemoteEnv(MessageEnv):
         super().__init__()
         self._url = url.rstrip("/")
         self._token = token
-        self._asked = {"env": env, "options": dict(options or {}), **settings}
+        plain = {name: value.model_dump() if isinstance(value, Limits) else value for name, value in settings.items()}
+        self._asked = {"env": env, "options": dict(options or {}), **plain}
         self._http: aiohttp.ClientSession | None = None
         self._session = ""
         self._turns = 0
@@ -40,15 +42,15 @@ class RemoteEnv(MessageEnv):
 
     async def atask(self, index: int) -> Task:
         """Task ``index`` of the environment."""
-        await self._open()
-        return TASK.validate_python(await self._ask("GET", f"/sessions/{self._session}/tasks/{index}"))
+        return TASK.validate_python(await self._begin("GET", f"tasks/{index}"))
 
     async def areset(self, seed: int, task: Task) -> Opening:
-        """A new episode. Raises ``SandboxFailure`` when the server is out of reach, ``ValueError`` when it refuses."""
-        await self._open()
+        """A new episode, in a new session where the server has closed the one that there was.
+
+        Raises ``SandboxFailure`` when the server is out of reach, ``ValueError`` when it refuses.
+        """
         self._turns = 0
-        asked = {"seed": seed, "task": to_json(task)}
-        return OPENING.validate_python(await self._ask("POST", f"/sessions/{self._session}/reset", asked))
+        return OPENING.validate_python(await self._begin("POST", "reset", {"seed": seed, "task": to_json(task)}))
 
     async def astep(self, turn: ModelTurn) -> TurnResult:
         """What follows from one turn; a server that is gone is a failure of ours, which voids the episode."""
@@ -95,14 +97,29 @@ class RemoteEnv(MessageEnv):
     async def _shut(self) -> None:
         await self.aclose()
 
+    async def _begin(self, method: str, path: str, body: Any = None) -> Any:
+        await self._open()
+        try:
+            return await self._ask(method, f"/sessions/{self._session}/{path}", body)
+        except _SessionGone:  # idle for longer than the server keeps it, or the server began anew
+            self._session = ""
+            await self._open()
+            return await self._ask(method, f"/sessions/{self._session}/{path}", body)
+
     async def _ask(self, method: str, path: str, body: Any = None) -> Any:
         assert self._http is not None, "reset first"
         try:
             async with self._http.request(method, self._url + path, json=body) as response:
                 if response.status == 400:
                     raise ValueError(f"{self._url}: {(await response.json())['error']}")
+                if response.status == 404:
+                    raise _SessionGone(f"{self._url}: {(await response.text())[:200]}")
                 if response.status != 200:
                     raise SandboxFailure(f"{self._url} answers {response.status}: {(await response.text())[:200]}")
                 return await response.json()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise SandboxFailure(f"cannot reach {self._url}: {error!r}") from error
+
+
+class _SessionGone(SandboxFailure):
+    """The server knows of no such session (any more)."""

@@ -24,6 +24,8 @@ from envs.registration import EnvSpec, get, ids
 from envs.wire import TASK, TURN, to_json
 
 MAX_REQUEST_BYTES = 16 << 20
+SESSION_FIELDS = ("env", "options", "dialect", "weights", "limits")
+"""What a session may be asked to be."""
 
 
 @dataclass(slots=True)
@@ -103,6 +105,9 @@ class EnvServer:
         if len(self._sessions) >= self._max_sessions:
             return web.json_response({"error": f"all {self._max_sessions} sessions are taken"}, status=503)
         asked = await request.json()
+        for name in asked:
+            if name not in SESSION_FIELDS:
+                raise ValueError(f"a session has no setting {name!r}; there are {', '.join(SESSION_FIELDS)}")
         spec, tasks = await self._source(str(asked["env"]), dict(asked.get("options") or {}))
         limits = asked.get("limits")
         env = spec.make(

@@ -20,7 +20,7 @@ from aiohttp import web
 from envs_scripted import FakeResources, breaks, call, play
 from gymnasium.utils.env_checker import check_env
 
-from envs import Resources
+from envs import Limits, Resources
 from envs.registration import get, make_env
 from envs.remote import RemoteEnv
 from envs.serve import EnvServer
@@ -63,6 +63,29 @@ async def test_a_failure_of_the_servers_side_voids_and_is_not_shown() -> None:
     assert (results[-1].stop, results[-1].reward, results[-1].messages) == ("failure", None, ())
     assert results[-1].failure is not None
     assert results[-1].failure.kind == "sandbox"
+
+
+async def test_a_session_that_the_server_closed_voids_its_episode_and_no_other() -> None:
+    """A learner's step may take longer than the server keeps an idle session."""
+    task = get(ARITHMETIC).tasks({}).task(0)
+    async with serving(FakeResources()) as (server, url):
+        remote = RemoteEnv(url, "secret", ARITHMETIC, limits=Limits(max_turns=1))
+        for _ in range(2):
+            await remote.areset(0, task)
+            server._sessions.clear()
+            assert (await remote.astep(ModelTurn(text="x", finish="stop"))).stop == "failure"
+        assert await remote.atask(0) == task
+        await remote.areset(0, task)
+        assert (await remote.astep(ModelTurn(text=call(code="1"), finish="stop"))).stop == "max_turns"
+        await remote.aclose()
+
+
+async def test_a_setting_that_a_session_does_not_have_is_refused() -> None:
+    async with serving(FakeResources()) as (_, url):
+        remote = RemoteEnv(url, "secret", ARITHMETIC, limit={"max_turns": 1})
+        with pytest.raises(ValueError, match="no setting 'limit'; there are env, options"):
+            await remote.atask(0)
+        await remote.aclose()
 
 
 async def test_a_server_that_goes_away_voids_the_episode() -> None:
