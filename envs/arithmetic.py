@@ -6,6 +6,9 @@ import random
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from envs.equality import same_exactly
+from envs.grader import Grader
+from envs.rewards import Episode
 from envs.types import Task
 
 
@@ -47,6 +50,13 @@ class ArithmeticTasks:
             answer=str(evaluate(expression)),
             meta={"expression": expression},
         )
+
+
+async def same_number(episode: Episode, grader: Grader) -> float:
+    """1 for the number itself: to algebra the question ``12*34`` is as right as its answer."""
+    if episode.answer is None or episode.task.answer is None:
+        return 0.0
+    return float(same_exactly(episode.task.answer, episode.answer) is True)
 
 
 def evaluate(expression: str) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from envs.arithmetic import ArithmeticOptions, ArithmeticTasks
+from envs.arithmetic import ArithmeticOptions, ArithmeticTasks, same_number
 from envs.data import Mixture, TaskList, TaskSource, check_row_tools, load_tasks
 from envs.env import Limits
 from envs.files import FilesOptions, FilesTasks, wanted_files
@@ -99,6 +99,7 @@ SPECS = (
         summary="fresh random arithmetic, made for a model too small to do it without the python tool",
         tasks=lambda options: ArithmeticTasks(ArithmeticOptions.model_validate(options)),
         tools=(python,),
+        terms={"correct": same_number},
         expert=lambda task: f"print({task.meta['expression']})",
     ),
     EnvSpec(

@@ -117,7 +117,7 @@ def _equal(gold: str, answer: str, leaf: Leaf, depth: int) -> bool:
             return _equal(sides[0][-1], right, leaf, depth + 1)
     if len(sides[1]) == 1 and len(sides[0]) == 2 and _is_name(sides[0][0]):
         return _equal(sides[0][1], answer, leaf, depth + 1)
-    if _has_loose_digits(gold) != _has_loose_digits(answer):
+    if _has_loose_digits(gold) or _has_loose_digits(answer):
         return False
     return leaf(_for_algebra(gold), _for_algebra(answer))
 
@@ -132,7 +132,7 @@ def _rounded(answer: str) -> list[str]:
 
 
 def _has_loose_digits(text: str) -> bool:
-    """``80 9`` is no number; algebra would multiply."""
+    """``80 9`` is no number, and another sequence than ``9 80``; algebra would multiply."""
     return number(text) is None and bool(re.search(r"(?<![_^\d])\d+\s+\d", text))
 
 

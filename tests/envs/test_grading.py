@@ -359,3 +359,12 @@ def test_no_repetition_holds_up_what_is_read_in_our_own_process(before: str, aft
         is_reasonable(text)
         same_exactly("5", text)
         equal("\\sqrt{2}", text, lambda a, b: False)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(
+    ("gold", "answer"), [("1 2 3", "3 2 1"), ("[1 2]", "[2 1]"), ("3 4 2 1\n1 2 4 3", "1 2 3 4 1 2 3 4")]
+)
+async def test_a_sequence_is_no_product(grader: Grader, gold: str, answer: str) -> None:
+    assert await grader.verdict(gold, answer) == "wrong"
+    assert await grader.verdict(gold, gold) == "correct"

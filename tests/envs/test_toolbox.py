@@ -17,6 +17,7 @@ from pydantic import BaseModel
 import envs
 from envs import Limits, Resources, Task, ToolContext, tool
 from envs.files import FilesOptions, FilesTasks
+from envs.grader import Grader
 from envs.reasoning import OWN_SCORER, REFUSED, ReasoningGymTasks, gold_answer
 from envs.rewards import Episode
 from envs.search import Index, Page, load_pages, plain_words
@@ -317,6 +318,53 @@ def test_bad_pages_are_named_by_file_and_line(tmp_path: Path) -> None:
     assert plain_words("\\text{The Rhine.}") == "rhine"
 
 
+# Exact answers.
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "name", "reward"),
+    [
+        ("0x3eb2", "0x5b993", "bitwise_arithmetic", 0.0),
+        ("06:09", "02:03", "time_intervals", 0.0),
+        ("00:34:28", "00:28:34", "time_intervals", 0.0),
+        ("2 × 2 × 3", "12", "prime_factorization", 0.0),
+        ("45a", "a45", "base_conversion", 0.0),
+        ("2", "7 - 5", "chain_sum", 0.0),
+        ("7412 32975 79422", "79422 32975 7412", "path_star", 0.0),
+        ("1 2\n2 1", "2 1\n1 2", "kakurasu", 0.0),
+        ("1 2\n2 1", "1 2 2 1", "kakurasu", 0.0),
+        ("A=7,G=0", "7,0", "cryptarithm", 0.0),
+        ("1/2", "2/4", "fraction_simplification", 0.0),
+        ("[50, 88]", "[88, 50]", "list_functions", 0.0),
+        ("1/2", "2/4", "dice", 1.0),
+        ("$\\dfrac{1}{2}$", "1/2", "fraction_simplification", 1.0),
+        ("1 2\n2 1", " 1  2 \n2 1\n", "kakurasu", 1.0),
+        ("-14282", "-14,282", "chain_sum", 1.0),
+        ("48.0 + 36.0i", "48+36i", "complex_arithmetic", 1.0),
+        ("0.0, 0.5909", "0.5909, 0", "polynomial_equations", 1.0),
+        ("(4.051, -5.487)", "(4.051,-5.487)", "advanced_geometry", 1.0),
+        ("['14', '-48.986']", "[14, -48.986]", "number_sorting", 1.0),
+        ('[["ai", "ia"], ["b"]]', '[["ai","ia"],["b"]]', "group_anagrams", 1.0),
+        ("Friday", "friday", "calendar_arithmetic", 1.0),
+    ],
+)
+async def test_an_answer_of_reasoning_gym_is_the_gold_answer_and_no_other(
+    gold: str, answer: str, name: str, reward: float
+) -> None:
+    """Algebra took permuted digits for products, clock times for quotients and every hexadecimal number for zero."""
+    task = Task(id="x", prompt="", answer=gold, meta={"name": name, "entry": {}})
+    episode = Episode(task=task, turns=("",), calls=(), succeeded=(), stop="answer", submitted=answer)
+    assert await gold_answer(episode, Grader()) == reward
+
+
+@pytest.mark.parametrize(("answer", "reward"), [("7976", 1.0), ("7,976", 1.0), ("592+7384", 0.0), ("7977", 0.0)])
+async def test_the_question_of_an_arithmetic_task_is_not_its_answer(answer: str, reward: float) -> None:
+    spec = envs.get("agentic/Arithmetic-v1")
+    task = Task(id="x", prompt="592+7384=?", answer="7976")
+    episode = Episode(task=task, turns=(f"\\boxed{{{answer}}}",), calls=(), succeeded=(), stop="answer")
+    assert await spec.terms["correct"](episode, Grader()) == reward
+
+
 # reasoning-gym.
 
 HAS_REASONING_GYM = importlib.util.find_spec("reasoning_gym") is not None
@@ -350,8 +398,6 @@ async def test_every_offered_task_pays_for_its_gold_answer_and_for_nothing_else(
             ReasoningGymTasks({"name": "base_conversion"})
         return
     from reasoning_gym.factory import DATASETS
-
-    from envs.grader import Grader
 
     grader = Grader()
     for name in sorted(set(DATASETS) - set(REFUSED)):
