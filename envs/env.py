@@ -38,7 +38,11 @@ class Limits(BaseModel):
     max_tool_calls: int = Field(8, ge=0, description="calls that run; a turn that would go over it ends the episode")
     max_calls_per_turn: int = Field(8, ge=1, description="calls of one turn that run; the others are told so")
     max_result_chars: int = Field(4096, ge=64, description="of one tool result; the middle is left out, and said so")
-    wall_s: float = Field(300.0, gt=0, description="seconds from reset; a call that is running then is stopped")
+    wall_s: float = Field(
+        300.0,
+        gt=0,
+        description="seconds from reset; a call that runs then is stopped, one that waits for a box is void",
+    )
 
 
 class Resources:
@@ -164,6 +168,7 @@ class ToolEnv(MessageEnv):
         stop = self._stop_before(turn, calls)
         if stop is not None:
             return await self._end(stop, calls)
+        self._held.starved = False
         try:
             async with asyncio.timeout(self._seconds_left()) as limit:
                 outputs = await self._run_all(calls)
@@ -174,6 +179,10 @@ class ToolEnv(MessageEnv):
         except TimeoutError:
             if not limit.expired():
                 raise
+            if self._held.starved:
+                wait = f"no sandbox was free before the episode's {self.limits.wall_s:g} s were over"
+                detail = f"{wait}: more are wanted at once than the pool may have (its size)"
+                return await self._void(Failure(kind="sandbox", where=f"turn {len(self._turns)}", detail=detail), calls)
             return await self._end("time", calls)
         answers = [output.answer for output in outputs if output.answer is not None]
         if answers:

@@ -17,7 +17,7 @@ import re
 import symtable
 import textwrap
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints, overload
 
@@ -60,6 +60,7 @@ class HeldSandbox:
         self._lease: AbstractAsyncContextManager[Sandbox] | None = None
         self._box: Sandbox | None = None
         self._turn = asyncio.Lock()  # one user at a time, by the sandbox's contract
+        self.starved = False  # whether a call of the episode was given up while it waited for a sandbox of the pool
 
     @property
     def leased(self) -> bool:
@@ -81,12 +82,20 @@ class HeldSandbox:
                 if self._pool is None:
                     raise ToolBug("the tool wants a sandbox, but the environment was made without a pool")
                 lease = self._pool.lease()
-                self._box = await lease.__aenter__()
+                self._box = await self.waited_for(lease)
                 self._lease = lease
                 if self._files:
                     await self._guarded(self._box.exec("", files=self._files))
             execution = self._box.exec(code, timeout_s=timeout_s, session=session, language=language, fetch=fetch)
             return await self._guarded(execution)
+
+    async def waited_for(self, lease: AbstractAsyncContextManager[Sandbox]) -> Sandbox:
+        """The lease's sandbox; ``starved`` is true when the wait for it is cancelled."""
+        try:
+            return await lease.__aenter__()
+        except asyncio.CancelledError:
+            self.starved = True
+            raise
 
     async def fetch(self, names: Sequence[str]) -> dict[str, bytes]:
         """Files of the working folder, as the sandbox's worker reads them; one that is no regular file is left out.
@@ -147,7 +156,10 @@ class ToolContext:
             return await self.held.run(code, timeout_s=timeout_s, session=session, language=language)
         if self.pool is None:
             raise ToolBug("the tool wants a sandbox, but the environment was made without a pool")
-        async with self.pool.lease() as box:
+        async with AsyncExitStack() as stack:
+            lease = self.pool.lease()
+            box = await (self.held.waited_for(lease) if self.held else lease.__aenter__())
+            stack.push_async_exit(lease)
             return await box.exec(code, timeout_s=timeout_s, language=language)
 
 

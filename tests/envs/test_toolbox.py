@@ -23,6 +23,7 @@ from envs.rewards import Episode
 from envs.search import Index, Page, load_pages, plain_words
 from envs.toolbox import TOOLBOX
 from envs.tools import ToolError, python
+from envs.types import ModelTurn
 from sandboxes import SandboxSpec
 
 
@@ -316,6 +317,26 @@ def test_bad_pages_are_named_by_file_and_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"corpus\.jsonl:2"):
         load_pages(str(file))
     assert plain_words("\\text{The Rhine.}") == "rhine"
+
+
+# Waiting for a sandbox.
+
+
+async def test_an_episode_whose_time_went_with_waiting_for_a_sandbox_is_void() -> None:
+    """It was scored as if the policy had taken too long; an episode may wait for a second sandbox itself, too."""
+    tools = [TOOLBOX["bash"], python]
+    ran, waits = call("bash", command="echo a"), call("python", code="print(1)")
+    async with Resources(SandboxSpec(kind="local", size=1)) as resources:
+        first = make_env(resources, tools, limits=Limits(wall_s=60))
+        await first.areset(0, TASK)
+        assert (await first.astep(ModelTurn(text=ran, finish="stop"))).messages[0]["content"] == "a"
+        for turn in (ran, waits):
+            (result,) = await play(make_env(resources, tools, limits=Limits(wall_s=1)), turn)
+            assert (result.stop, result.reward) == ("failure", None)
+            assert result.failure is not None
+            assert (result.failure.kind, result.failure.where) == ("sandbox", "turn 1")
+            assert "more are wanted at once than the pool may have" in result.failure.detail
+        await first.aclose()
 
 
 # Exact answers.
