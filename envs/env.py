@@ -61,8 +61,10 @@ class Resources:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await self.grader.close()
-        await self.pool.close()
+        try:
+            await self.grader.close()
+        finally:  # also when who leaves is cancelled
+            await self.pool.close()
 
 
 class ToolEnv(MessageEnv):

@@ -49,7 +49,7 @@ async def read_file(ctx: ToolContext, path: str) -> ToolOutput:
     Args:
         path: of the file
     """
-    return await _run(ctx, f"sys.stdout.write(open({path!r}, errors='replace').read())")
+    return await _run(ctx, f"sys.stdout.write(open({path!r}, errors='replace', newline='').read())")
 
 
 @tool
@@ -74,9 +74,10 @@ async def edit_file(ctx: ToolContext, path: str, old: str, new: str) -> ToolOutp
     """
     return await _run(
         ctx,
-        f"text, old, new = open({path!r}).read(), {old!r}, {new!r}\n"
+        # Ends of lines stay as they are: a piece of one line must not change those of the whole file.
+        f"text, old, new = open({path!r}, newline='').read(), {old!r}, {new!r}\n"
         "if text.count(old) != 1: sys.exit(f'the piece stands there {text.count(old)} times; it must be once')\n"
-        f"open({path!r}, 'w').write(text.replace(old, new))\n"
+        f"open({path!r}, 'w', newline='').write(text.replace(old, new))\n"
         "print('replaced')",
     )
 

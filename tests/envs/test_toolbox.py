@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import re
 from collections.abc import AsyncIterator
@@ -24,7 +25,7 @@ from envs.search import Index, Page, load_pages, plain_words
 from envs.toolbox import TOOLBOX
 from envs.tools import ToolError, python
 from envs.types import ModelTurn
-from sandboxes import SandboxSpec
+from sandboxes import SandboxFailure, SandboxSpec
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -317,6 +318,28 @@ def test_bad_pages_are_named_by_file_and_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"corpus\.jsonl:2"):
         load_pages(str(file))
     assert plain_words("\\text{The Rhine.}") == "rhine"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_edit_leaves_the_ends_of_lines_as_they_are(local: Resources) -> None:
+    make = call("bash", command="printf 'one\\r\\ntwo\\r\\n' > dos.txt")
+    edit = call("edit_file", path="dos.txt", old="two", new="2")
+    assert (await shown(local, make, edit, call("bash", command="od -c dos.txt | head -1")))[-1].split() == [
+        *("0000000 o n e \\r \\n 2 \\r \\n".split())
+    ]
+
+
+async def test_the_sandboxes_go_also_when_the_grader_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def cancelled() -> None:
+        raise asyncio.CancelledError
+
+    resources = Resources(SandboxSpec(kind="local", size=1))
+    monkeypatch.setattr(resources.grader, "close", cancelled)
+    with pytest.raises(asyncio.CancelledError):
+        async with resources:
+            pass
+    with pytest.raises(SandboxFailure, match="closed"):
+        await resources.pool.lease().__aenter__()
 
 
 # Waiting for a sandbox.
