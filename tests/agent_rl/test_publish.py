@@ -88,6 +88,19 @@ async def test_a_missing_publish_is_noticed_below_the_tolerance(
         await publisher.publish(1)
 
 
+async def test_rounding_is_not_taken_for_a_missing_publish(codec: ChatCodec, tiny_folder: Path) -> None:
+    """In bfloat16 a small step moves logprobs by less than rounding does; here the engine is in float32."""
+    learner = Learner(load_model(tiny_folder, "bfloat16"), LearnerConfig(lr=1e-5), temperature=0.8)
+    engine = make_engine(tiny_folder)
+    publisher = Publisher(engine, learner, codec, temperature=0.8)
+    gaps = []
+    for version in range(12):
+        gaps.append(await publisher.publish(version))
+        take_step(learner)
+    assert 1e-4 < max(gaps) < 0.15
+    learner.close()
+
+
 async def test_a_lost_parameter_is_noticed(learner: Learner, codec: ChatCodec, tiny_folder: Path) -> None:
     engine = make_engine(tiny_folder)
     publisher = Publisher(engine, learner, codec, temperature=0.8)
