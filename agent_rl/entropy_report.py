@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from stare import tracking
 
@@ -78,7 +79,7 @@ def entropy_table(rows: Rows, *, target_entropy: float) -> Table | None:
     for name, found in change_correlations(rows).items():
         shown = "-" if found is None else f"{found[0]:.2f} (n = {found[1]})"
         table.add_row(f"predicted dH, r {name}", "", "", shown)
-    table.caption = f"most in L+: {chosen_text(rows)}"
+    table.caption = Text(f"most in L+: {chosen_text(rows)}")  # not markup: tokens have square brackets of their own
     return table
 
 

@@ -231,13 +231,15 @@ def test_the_report_finds_how_well_the_prediction_did() -> None:
     assert found["same batch"] == (pytest.approx(1.0), 5)
     assert found["next batch"] is None  # entropy never moved: there is nothing to correlate with
     assert correlation([(1.0, 2.0), (None, 1.0), (2.0, 1.0)]) is None
-    rows[0]["chosen_tokens"], rows[1]["chosen_tokens"] = [["but", 2], ["so", 1]], [["so", 4]]
-    assert chosen_text(rows) == "'so' 5 'but' 2"
+    # Square brackets are what tokens may have, and no markup.
+    rows[0]["chosen_tokens"], rows[1]["chosen_tokens"] = [["[i", 2], ["]", 1]], [["]", 4], ["[/", 1]]
+    assert chosen_text(rows) == "']' 5 '[i' 2 '[/' 1"
     table = entropy_table(rows, target_entropy=0.3)
     assert table is not None
     console = Console(width=140, record=True, quiet=False, file=StringIO())
     console.print(table)
     text = console.export_text()
     assert "1.00 (n = 5)" in text
+    assert "most in L+: ']' 5 '[i' 2 '[/' 1" in text
     assert "within 10 % of target" in text
     assert entropy_table([{"step": 1, "entropy": None}], target_entropy=0.3) is None
