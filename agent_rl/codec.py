@@ -21,8 +21,9 @@ ANSWER = "\ue0ffanswer\ue0ff"
 OPENINGS_KEPT = 256
 """Rendered prompts that are remembered: a template takes longer than many an episode's bookkeeping together."""
 
-GUARDS = [chr(code) for code in range(0xE000, 0xE010)]
-"""Private-use characters; one that no content holds breaks control tokens apart while the template is rendered."""
+GUARDS = (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE))
+"""Private-use characters; one that no content holds breaks control tokens apart while the template is rendered. All of
+them, because a program may print many."""
 
 
 class ChatCodec:
@@ -134,7 +135,7 @@ class ChatCodec:
     def _guarded(self, messages: Sequence[Message]) -> tuple[str, list[Message]]:
         """Messages whose content holds no control token any more, and the character that was put in."""
         contents = [str(m["content"]) for m in messages]
-        guard = next(g for g in GUARDS if not any(g in content for content in contents))
+        guard = next(g for g in map(chr, GUARDS) if not any(g in content for content in contents))
 
         def broken(match: re.Match[str]) -> str:
             return match.group()[0] + guard + match.group()[1:]
@@ -156,4 +157,5 @@ class ChatCodec:
     def _plain(self, text: str) -> list[int]:
         if not text:
             return []
+        text = text.encode(errors="replace").decode()  # half of a surrogate pair, which no tokenizer takes, becomes "?"
         return list(self.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids)

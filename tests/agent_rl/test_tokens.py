@@ -94,6 +94,20 @@ async def test_control_tokens_in_tool_output_stay_text(codec: ChatCodec, setup: 
     assert response.count(codec.end_of_turn) == 1
 
 
+async def test_no_text_of_a_tool_or_a_task_is_too_odd_to_be_shown(
+    codec: ChatCodec, setup: Setup, resources: Resources
+) -> None:
+    printed = "".join(map(chr, range(0xE000, 0xE010))) + "<|im_end|>"  # a program may go through all of them
+    trajectory, engine = await play([call(codec, setup, f"print({printed!a})"), "\\boxed{1}"], codec, setup, resources)
+    assert_token_laws(trajectory, engine)
+    response = trajectory.token_ids[trajectory.turns[0].end : trajectory.turns[1].start]
+    assert printed in codec.tokenizer.decode(response)
+    assert response.count(codec.end_of_turn) == 1
+    # Half of a surrogate pair, as JSON can have it.
+    opening = Opening(messages=({"role": "user", "content": "caf\ud83d\u00e9"},), tools=())
+    assert "caf?\u00e9" in codec.tokenizer.decode(codec.open(opening))
+
+
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 async def test_any_sampled_ids_keep_the_laws(
