@@ -6,6 +6,11 @@ which registers the weight-transfer backend before the worker looks it up.
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+import threading
+import time
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -88,4 +93,18 @@ def _num_bytes(dtype: str, shape: list[int]) -> int:
     return prod(shape) * itemsize
 
 
+def _end_with_parent() -> None:
+    """This process does not outlive the one that started it: vLLM's would, for ever, with all of its memory."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="agent-rl-end-with-parent", daemon=True).start()
+
+
 WeightTransferEngineFactory.register_engine(BACKEND, FileWeightTransfer)
+if multiprocessing.parent_process() is not None:  # a process of vLLM's own
+    _end_with_parent()

@@ -10,6 +10,8 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -356,3 +358,50 @@ async def test_untied_head_and_biases_are_replaced_and_a_failed_load_ends_the_en
     await engine.close()
     with pytest.raises(EngineFailure, match="closed"):
         await engine.generate(prompt, sampling, request_id="closed")
+
+
+STARTS = """\
+import asyncio, multiprocessing, sys
+from agent_rl.engines.vllm import VllmEngine
+
+async def main():
+    engine = VllmEngine(model=sys.argv[1], max_model_len=64, kv_cache_gb=0.05, max_num_seqs=2)
+    await engine.start()
+    print("started", *(child.pid for child in multiprocessing.active_children()), flush=True)
+    await asyncio.sleep(600)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+async def test_no_process_of_vllm_outlives_a_killed_run(tiny_folder: Path, tmp_path: Path) -> None:
+    script = tmp_path / "starts.py"
+    script.write_text(STARTS)
+    run = await asyncio.create_subprocess_exec(
+        sys.executable, script, tiny_folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert run.stdout is not None
+    told: list[str] = []
+    async for line in run.stdout:
+        if line.startswith(b"started"):
+            told = line.decode().split()[1:]
+            break
+    run.kill()
+    await run.wait()
+    processes = [Path("/proc") / pid for pid in told]
+    assert processes
+    try:
+        async with asyncio.timeout(60):
+            while any(map(_is_alive, processes)):  # noqa: ASYNC110  # another process's end, no event
+                await asyncio.sleep(0.2)
+    finally:
+        for process in filter(_is_alive, processes):
+            os.kill(int(process.name), signal.SIGKILL)
+
+
+def _is_alive(process: Path) -> bool:
+    try:
+        return "State:\tZ" not in (process / "status").read_text()
+    except OSError:
+        return False
