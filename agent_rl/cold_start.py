@@ -19,7 +19,7 @@ from agent_rl.models import load_tokenizer
 from agent_rl.pack import SampledSequence
 from agent_rl.progress import bars
 from agent_rl.ranks import make_learner
-from agent_rl.rollout import Place, run_episode
+from agent_rl.rollout import Place, TooManyFailures, run_episode
 from agent_rl.seeds import derive_seed
 from agent_rl.setup import Setup
 from agent_rl.sft import fit
@@ -30,6 +30,12 @@ from envs import Resources, Task
 
 TRACES = 1024
 """Distinct traces; more steps than they fill go over them again."""
+
+SAME_MACHINE = (
+    "ranks zero_stage offload offload_path "
+    "layout micro_tokens max_micro_sequences chunk_tokens activation_checkpointing"
+).split()
+"""Settings of the learner that hold here too: where it runs, and what it may take of the memory."""
 
 
 async def starting_model(config: RunConfig, setup: Setup, resources: Resources, console: Console) -> Path:
@@ -62,12 +68,10 @@ async def cold_start(
         base,
         config.model.dtype,
         LearnerConfig(
-            ranks=config.learner.ranks,
             lr=settings.lr,
             betas=(0.9, 0.95),  # a short run: the second moment must settle within it
             warmup_steps=20,
-            zero_stage=config.learner.zero_stage,
-            layout=config.learner.layout,
+            **{name: getattr(config.learner, name) for name in SAME_MACHINE},
         ),
         temperature=1.0,
         threads=config.threads,
@@ -96,24 +100,36 @@ async def cold_start(
 async def trace(
     config: RunConfig, setup: Setup, resources: Resources, codec: ChatCodec, number: int
 ) -> SampledSequence:
-    """The token sequence of the expert's episode on one task, tool results as the real environment gave them."""
+    """The token sequence of the expert's episode on one task, tool results as the real environment gave them.
+
+    Raises:
+        ConfigError: the expert's own episode was not right.
+        TooManyFailures: our side lost it ``1 + config.rollout.max_refills`` times.
+    """
     task = setup.tasks.task(derive_seed(config.seed, "trace", number) % len(setup.tasks))
-    place = Place(step=0, group=number, member=0)
     rng = random.Random(derive_seed(config.seed, "guess", number))
     guesses = rng.random() < config.cold_start.guesses
     texts = [guess(task, rng)] if guesses else expert_turns(setup, task)
-    trajectory = await run_episode(
-        setup.make_env(resources),
-        task,
-        place,
-        engine=_Scripted(codec, texts),
-        codec=codec,
-        config=config.rollout,
-        seed=config.seed,
-    )
+    for attempt in range(1 + config.rollout.max_refills):
+        trajectory = await run_episode(
+            setup.make_env(resources),
+            task,
+            Place(step=0, group=number, member=0, attempt=attempt),
+            engine=_Scripted(codec, texts),
+            codec=codec,
+            config=config.rollout,
+            seed=config.seed,
+        )
+        if not trajectory.is_void:
+            break
+    if (failure := trajectory.failure) is not None:
+        raise TooManyFailures(
+            f"the trace of {task.id} was lost on our side {attempt + 1} times, last at {failure.where} "
+            f"({failure.kind}): {failure.detail}"
+        )
     if not guesses and trajectory.terms.get("correct") != 1.0:
         raise ConfigError(
-            f"the expert's trace of {task.id} ended by {trajectory.stop} ({trajectory.failure or trajectory.terms}): "
+            f"the expert's trace of {task.id} ended by {trajectory.stop} ({trajectory.terms}): "
             "are the token limits of [rollout] too small for it?"
         )
     return SampledSequence.of(trajectory.token_ids, trajectory.loss_mask)
