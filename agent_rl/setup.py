@@ -157,7 +157,7 @@ def keep_tokenizer(source: Path, folder: Path) -> None:
     aside = folder / "tokenizer.partial"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"):
-        if (source / name).is_file():
-            shutil.copy(source / name, aside / name)
+    for file in source.iterdir():
+        if file.suffix in (".json", ".jinja", ".txt", ".model"):  # not all have a tokenizer.json
+            shutil.copy(file, aside / file.name)
     aside.rename(target)
