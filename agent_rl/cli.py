@@ -157,13 +157,11 @@ def _report(arguments: argparse.Namespace) -> int:
 def _print_report(folder: Path, console: object) -> None:
     from rich.console import Console
 
-    from agent_rl.models import load_tokenizer
     from agent_rl.report import report
     from agent_rl.setup import read_run_config
 
     assert isinstance(console, Console)
-    config = read_run_config(folder)
-    report(folder, console, target_entropy=config.stare.target_entropy, tokenizer=load_tokenizer(folder / "tokenizer"))
+    report(folder, console, target_entropy=read_run_config(folder).stare.target_entropy)
 
 
 def _guarded(run: Callable[[], None]) -> int:

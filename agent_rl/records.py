@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -247,17 +247,28 @@ class RunRecords:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Rows of a JSONL file; a last line torn by a kill is left out."""
+    return list(iterate_rows(path))
+
+
+def iterate_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """``read_rows``, one at a time: the trajectories of a long run are more than memory holds."""
+    return (row for row, _ in _rows_and_ends(path))
+
+
+def _rows_and_ends(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """Rows with the bytes of the file up to their end."""
     if not path.is_file():
-        return []
-    lines = path.read_text().splitlines()
-    rows = []
-    for number, line in enumerate(lines):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            if number != len(lines) - 1:
-                raise ValueError(f"{path}:{number + 1}: not valid JSON") from None
-    return rows
+        return
+    end = 0
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith(b"\n"):
+                return
+            end += len(line)
+            try:
+                yield json.loads(line), end
+            except ValueError:
+                raise ValueError(f"{path}:{number}: not valid JSON") from None
 
 
 def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -269,7 +280,11 @@ def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _keep_steps_before(path: Path, first_step: int) -> None:
-    rows = [row for row in read_rows(path) if row["step"] < first_step]
-    aside = path.with_suffix(".partial")
-    aside.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    aside.rename(path)
+    """Rows of later steps, which are the last ones, are cut off, and so is a torn line."""
+    size = 0
+    for row, end in _rows_and_ends(path):
+        if row["step"] >= first_step:
+            break
+        size = end
+    with path.open("ab") as file:
+        file.truncate(size)

@@ -12,7 +12,8 @@ from rich.text import Text
 
 from agent_rl.config import ConfigError
 from agent_rl.entropy_report import entropy_table
-from agent_rl.records import read_rows
+from agent_rl.models import load_tokenizer
+from agent_rl.records import iterate_rows, read_rows
 
 SHOWN = (
     ("reward", "reward"),
@@ -24,8 +25,12 @@ SHOWN = (
 )
 
 
-def report(folder: Path, console: Console, *, target_entropy: float, tokenizer: Any) -> None:
-    """Print table, episode and folder of a run, and write ``curves.png`` into it."""
+def report(folder: Path, console: Console, *, target_entropy: float) -> None:
+    """Print table, episode and folder of a run, and write ``curves.png`` into it.
+
+    Raises:
+        ConfigError: the run has not finished a step.
+    """
     rows = read_rows(folder / "metrics.jsonl")
     if not rows:
         raise ConfigError(f"{folder} has no metrics.jsonl with a finished step: nothing to report")
@@ -36,12 +41,11 @@ def report(folder: Path, console: Console, *, target_entropy: float, tokenizer: 
     for key, label in SHOWN:
         table.add_row(label, *(_shown(mean_of(part, key)) for part in (rows[:tenth], rows[-tenth:])))
     picture = draw_curves(rows, folder / "curves.png", target_entropy=target_entropy)
-    trajectories = [t for t in read_rows(folder / "trajectories.jsonl") if t["reward"] is not None]
-    if trajectories:
-        last_step = trajectories[-1]["step"]
-        best = max((t for t in trajectories if t["step"] == last_step), key=lambda t: (len(t["turns"]), t["reward"]))
+    scored = (t for t in iterate_rows(folder / "trajectories.jsonl") if t["reward"] is not None)
+    shown = max(scored, key=lambda t: (t["step"], len(t["turns"]), t["reward"]), default=None)
+    if shown is not None:
         console.print()
-        console.print(episode_text(best, tokenizer))
+        console.print(episode_text(shown, load_tokenizer(folder / "tokenizer")))
     console.print(table)
     entropy = entropy_table(rows, target_entropy=target_entropy)
     if entropy is not None:
