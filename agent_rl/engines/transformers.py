@@ -125,7 +125,8 @@ class TransformersEngine:
     def _decode_when_all_wait(self) -> None:
         if not self._waiting or not self._seats <= self._waiting.keys():
             return
-        wave = sorted(self._waiting.values(), key=lambda r: r.id)
+        # One that was cancelled just now has not left yet.
+        wave = sorted((r for r in self._waiting.values() if not r.future.done()), key=lambda r: r.id)
         self._waiting.clear()
         for start in range(0, len(wave), self.max_num_seqs):
             block = wave[start : start + self.max_num_seqs]

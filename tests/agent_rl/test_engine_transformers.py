@@ -73,6 +73,22 @@ async def test_a_wave_waits_for_every_episode_that_joined(tiny_model: Any) -> No
     assert len((await fast).token_ids) == 2
 
 
+async def test_nothing_is_decoded_for_requests_that_were_just_cancelled(tiny_model: Any) -> None:
+    """As when enough groups differ inside: the last episode cancels the others, then leaves."""
+    engine = TransformersEngine(tiny_model, max_model_len=64)
+    decoded: list[str] = []
+    engine._decode = lambda requests: decoded.extend(r.id for r in requests)  # type: ignore[method-assign]
+    for name in ("a", "b", "last"):
+        engine.join(name)
+    others = [asyncio.create_task(engine.generate([5], Sampling(max_tokens=3), request_id=n)) for n in ("a", "b")]
+    await asyncio.sleep(0)
+    for other in others:
+        other.cancel()
+    engine.leave("last")
+    await asyncio.gather(*others, return_exceptions=True)
+    assert decoded == []
+
+
 async def test_running_out_of_memory_names_the_setting_and_the_engine_goes_on(
     tiny_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
