@@ -5,11 +5,17 @@ from __future__ import annotations
 import torch
 
 from agent_rl.config import ConfigError, EngineConfig, LearnerConfig
+from agent_rl.engines.vllm import check_installed
+from agent_rl.engines.vllm_server import check_urls
 from agent_rl.offload import check_disk
 
 
 def check_engine(config: EngineConfig) -> None:
     """Raises ``ConfigError`` where this machine cannot sample so."""
+    if config.kind == "vllm":
+        check_installed()
+    if config.kind == "vllm_server":
+        check_urls(config.urls)
     if config.sleep and not torch.cuda.is_available():
         raise ConfigError("engine.sleep needs a GPU: on the CPU vLLM has no memory of its own to give back")
 

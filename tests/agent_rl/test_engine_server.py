@@ -7,12 +7,15 @@ import json
 import os
 import signal
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 import torch
+from aiohttp import web
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
@@ -65,6 +68,46 @@ async def test_a_request_that_fails_is_made_again_where_the_server_lives(
             await engine.generate([5], Sampling(max_tokens=3, seed=1), request_id="elsewhere")
     finally:
         await engine.close()
+
+
+async def test_every_server_is_asked_for_the_model_by_its_own_name(tiny_folder: Path) -> None:
+    """One was started with ``./model``, the other with the whole path."""
+
+    @asynccontextmanager
+    async def named(name: str) -> AsyncIterator[str]:
+        async def card(request: web.Request) -> web.Response:
+            return web.json_response({"data": [{"id": name}]})
+
+        async def info(request: web.Request) -> web.Response:
+            return web.json_response({"weight_version": "0"})
+
+        async def complete(request: web.Request) -> web.Response:
+            if (await request.json())["model"] != name:
+                return web.json_response({"error": {"message": "The model does not exist."}}, status=404)
+            told = {"token_ids": [7], "logprobs": {"token_logprobs": [-0.5]}, "finish_reason": "length"}
+            return web.json_response({"choices": [told]})
+
+        app = web.Application()
+        app.router.add_get("/v1/models", card)
+        app.router.add_get("/weight_info", info)
+        app.router.add_post("/update_weight_version", info)
+        app.router.add_post("/v1/completions", complete)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        finally:
+            await runner.cleanup()
+
+    async with named("./model") as first, named("/home/user/model") as second:
+        engine = VllmServerEngine([first, second], model=tiny_folder, max_model_len=200)
+        await engine.start()
+        try:
+            requests = (engine.generate([5], Sampling(max_tokens=1), request_id=f"r{i}") for i in range(4))
+            assert [generation.token_ids for generation in await asyncio.gather(*requests)] == [(7,)] * 4
+        finally:
+            await engine.close()
 
 
 @pytest.mark.slow
