@@ -98,7 +98,8 @@ class Collector:
         """``config.group`` rollouts of every task; void ones only where every refill failed too.
 
         Args:
-            enough: as soon as so many groups are complete and have a difference in reward, the rest is cancelled. That
+            enough: as soon as so many groups are complete and have a difference in reward, the rest is cancelled, and
+                groups that are not complete are left out: what has ended of them are their shortest episodes. That
                 favours groups whose episodes are short, so the lengths of what was cancelled are returned.
 
         Raises:
@@ -123,9 +124,9 @@ class Collector:
             # Not before all have ended: at any earlier moment, which of them is next would depend on the sandboxes.
             places = run.branches.missing() if run.branches else []
         ordered = sorted(run.done, key=lambda pair: (pair[0].group, pair[0].member, pair[0].attempt))
-        return Collected(
-            trajectories=tuple(trajectory for _, trajectory in ordered), cancelled_tokens=tuple(run.under_way.values())
-        )
+        whole = [trajectory for place, trajectory in ordered if not run.missing[place.group]]
+        cut = [len(trajectory.token_ids) for place, trajectory in ordered if run.missing[place.group]]
+        return Collected(trajectories=tuple(whole), cancelled_tokens=(*run.under_way.values(), *cut))
 
     async def _in_lanes(self, episodes: Sequence[tuple[Task, Place]], run: _Run) -> None:
         """All of these, and those that they begin, as many at once as ``config.concurrency`` allows."""
