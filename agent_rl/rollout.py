@@ -165,7 +165,10 @@ async def run_episode(
                 async with asyncio.timeout(generate_s):
                     generation = await engine.generate(ids, sampling, request_id=place.episode_id)
             except TimeoutError:
-                detail = f"no completion within {generate_s:g} s"
+                detail = (
+                    f"no completion within {generate_s:g} s (rollout.wall_s), the wait for a place in the engine "
+                    "included: raise it, or lower rollout.concurrency"
+                )
                 stop, failure = "failure", Failure(kind="time", where=f"turn {len(turns)}", detail=detail)
                 break
             seconds["generate"] += time.perf_counter() - started
