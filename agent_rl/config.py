@@ -230,11 +230,12 @@ def _pairs(overrides: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _parse_value(text: str) -> Any:
-    """A TOML value where the text is one, else the text itself."""
+    """A TOML value where the text is one, else the text itself; no setting is a date, but a name may look like one."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+    return value if isinstance(value, str | int | float | list | dict) else text
 
 
 def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:

@@ -24,7 +24,8 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    # Numbers to strings: `--name 7` is a name.
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, coerce_numbers_to_str=True)
 
 
 class ModelConfig(Section):

@@ -147,6 +147,13 @@ def test_every_command_explains_itself_with_an_example() -> None:
         assert f"agent-rl {' '.join(arguments)}" in done.stdout.partition("example")[2], arguments
 
 
+@pytest.mark.parametrize("name", ["7", "2026-11-21", "first-try"])
+def test_a_name_may_look_like_a_number_or_a_date(name: str) -> None:
+    from agent_rl.config import load_config
+
+    assert load_config("quickstart", ["--name", name]).name == name
+
+
 def test_show_prints_the_resolved_settings() -> None:
     command = [sys.executable, "-m", "agent_rl", "train", "smollm2-gsm8k", "--show", "--rollout.group", "4"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ})
