@@ -22,12 +22,12 @@ from envs.types import Opening
 
 CANARY_TOKENS = 8
 
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.15}
-"""Largest |engine - learner| of a canary logprob, nats."""
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.06, torch.bfloat16: 0.5}
+"""Largest |engine - learner| of a canary logprob at temperature 1, nats; below that it grows, as rounding does.
+Measured between vLLM and the learner: 2e-5 in float32; in bfloat16 0.02 with the tiny model, 0.23 with SmolLM2-135M."""
 
-NOISE = {torch.float32: 1e-4, torch.float16: 0.03, torch.bfloat16: 0.15}
-"""A step that moves no canary logprob by more cannot be told from rounding, nats (measured between engines: 2e-5 in
-float32, 0.02 in bfloat16)."""
+NOISE = TOLERANCE | {torch.float32: 1e-4}
+"""A step that moves no canary logprob by more cannot be told from rounding; nats, as above."""
 
 
 class Publisher:
@@ -60,7 +60,8 @@ class Publisher:
         engine = torch.tensor(generation.logprobs)
         learner = self._score(generation.token_ids)
         difference = float((engine - learner).abs().max())
-        tolerance = TOLERANCE[self._learner.dtype]
+        grown = 1 / min(1.0, self._temperature)
+        tolerance = TOLERANCE[self._learner.dtype] * grown
         if not difference <= tolerance:
             raise PublishError(
                 f"weight sync failed: canary logprobs of version {version} differ by {difference:.2g} nats "
@@ -68,7 +69,7 @@ class Publisher:
             )
         if self._last is not None and self._last[0] == generation.token_ids:
             old = self._last[1]
-            has_moved = float((learner - old).abs().max()) > NOISE[self._learner.dtype]
+            has_moved = float((learner - old).abs().max()) > NOISE[self._learner.dtype] * grown
             if has_moved and (engine - old).norm() < (engine - learner).norm():
                 raise PublishError(
                     f"weight sync failed: canary logprobs after version {version} are still those of the version before"
