@@ -26,15 +26,27 @@ EVERY_WAY = ("grpo", "stare", "rloo", "ngrpo", "forking", "steer", "entropy_adva
 """A walk through the hooks."""
 
 
+MISSING = {
+    "unlikeliness": "logprobs of whole rollouts",
+    "ace": "a reference policy",
+    "hapo_clip": "the entropies that its bounds follow",
+    "turn_ratio": "turns",
+}
+"""What the trainer gives to a method and the lab does not."""
+
+
 def recipe_of(name: str) -> Recipe:
     """A preset, a method of the registry, or several joined by ``+`` (``rloo+stare-o1+cispo``).
 
     Raises:
-        ConfigError: unknown, of a hook that the lab has no place for, or one that needs more than the lab has.
+        ConfigError: unknown, of a hook that the lab has no place for, one that needs more than the lab has, or two
+            where there is a place for one.
     """
     recipe = Recipe(name=name)
+    taken: dict[str, str] = {}
     for part in name.split("+"):
         if part in PRESETS:
+            _take(taken, "variant of STARE", part)
             preset = PRESETS[part]
             recipe = replace(recipe, variant=preset.variant, fraction=preset.fraction, controller=preset.controller)
             continue
@@ -43,11 +55,20 @@ def recipe_of(name: str) -> Recipe:
         except ValueError as error:
             raise ConfigError(f"{error} (or one of {', '.join(PRESETS)})") from None
         place = {"advantage": "advantage", "token weight": "token_weights", "ratio": "ratio"}.get(entry.hook)
-        if place is None or entry.needs or part in ("unlikeliness", "turn_ratio"):
-            raise ConfigError(f"{part} cannot run in the lab: " + (entry.needs or f"it has no place for {entry.hook}"))
+        if place is None:
+            raise ConfigError(f"{part} cannot run in the lab: it has no place for {entry.hook}")
+        if missing := entry.needs or MISSING.get(part):
+            raise ConfigError(f"{part} cannot run in the lab: it has not got {missing}")
+        _take(taken, entry.hook, part)
         changes: dict[str, Any] = {place: part}
         recipe = replace(recipe, **changes)
     return recipe
+
+
+def _take(taken: dict[str, str], kind: str, part: str) -> None:
+    before = taken.setdefault(kind, part)
+    if before != part:
+        raise ConfigError(f"{before} and {part}: the lab runs one {kind} at a time")
 
 
 def ablation() -> dict[str, list[Recipe]]:

@@ -177,8 +177,8 @@ def _coefficients(
             row_T=torch.repeat_interleave(torch.arange(len(advantage_B)), counts_B),
             sampler_logp_T=of_seed.logp.double(),
         )
-        weight_T = METHODS[recipe.token_weights].function(tokens, **recipe.options)
-        return controller, (weight_T * advantage_T * scale_T).float()
+        # As in the trainer: STARE ranks what these leave.
+        advantage_T = advantage_T * METHODS[recipe.token_weights].function(tokens, **recipe.options)
     if recipe.variant == "none":
         return controller, (advantage_T * scale_T).float()
     sets = token_sets(-of_seed.logp, advantage_T, recipe.fraction)

@@ -14,6 +14,7 @@ from agent_rl.errors import ConfigError
 from agent_rl.lab.recipes import EVERY_WAY, PRESETS, ablation, recipe_of
 from agent_rl.lab.run import outcome_of
 from agent_rl.lab.world import World, simulate
+from stare.neighbours import METHODS
 
 SMALL = World(seeds=2, prompts=3, positions=2, vocabulary=8, pool=5, fewest_right=1, most_right=3, group=6)
 
@@ -48,6 +49,30 @@ def test_a_gate_that_never_opens_is_grpo() -> None:
     recipe = recipe_of("stare-fixed")
     closed = replace(recipe, controller=replace(recipe.controller, target_entropy=0.0))
     assert torch.equal(simulate(SMALL, recipe_of("grpo"), 10).entropy, simulate(SMALL, closed, 10).entropy)
+
+
+def test_stare_acts_on_what_another_token_weight_leaves() -> None:
+    recipe = recipe_of("stare-fixed+steer")
+    opened, closed = (replace(recipe, controller=replace(recipe.controller, target_entropy=t)) for t in (9.0, 0.0))
+    alone = simulate(SMALL, recipe_of("steer"), 10)
+    assert torch.equal(simulate(SMALL, closed, 10).entropy, alone.entropy)
+    assert not torch.equal(simulate(SMALL, opened, 10).entropy, alone.entropy)
+
+
+@pytest.mark.parametrize("name", [name for name, entry in METHODS.items() if entry.hook != "sampling"])
+def test_every_method_runs_or_is_refused_by_name(name: str) -> None:
+    try:
+        recipe = recipe_of(name)
+    except ConfigError as error:
+        assert str(error).startswith(f"{name} cannot run in the lab")
+        return
+    simulate(SMALL, recipe, 1)
+
+
+@pytest.mark.parametrize("name", ["forking+steer", "stare+stare-pi", "grpo+rloo"])
+def test_two_where_there_is_a_place_for_one_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=" and ".join(name.split("+"))):
+        recipe_of(name)
 
 
 def test_commands_leave_table_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
