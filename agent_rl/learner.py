@@ -118,6 +118,9 @@ class Learner:
         if config.zero_stage == 0 and model.dtype == torch.float32:
             # Without ZeRO DeepSpeed clips float32 gradients but throws their norm away.
             self.engine.clip_fp32_gradients = self._clip
+        elif config.zero_stage == 0:
+            # And in bfloat16 it has made a step without a gradient, which Adam's bias correction would count.
+            self.optimizer.optimizer.state.clear()
         self.rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.device = self.engine.device
         self.dtype: torch.dtype = model.dtype

@@ -39,7 +39,8 @@ def init_distributed() -> None:
 
 def deepspeed_config(config: LearnerConfig, dtype: torch.dtype, swap: Path | None) -> dict[str, Any]:
     """What ``deepspeed.initialize`` is told; ``swap`` is the learner's own folder of ``offload_path``."""
-    parameters: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    # The rate is set before every step; until then none: DeepSpeed may try the optimizer out, with weight decay.
+    parameters: dict[str, Any] = {"lr": 0.0, "weight_decay": config.weight_decay}
     if config.optimizer == "adamw":
         # torch's AdamW: DeepSpeed's CPU Adam wants a compiler on the machine.
         parameters |= {"betas": list(config.betas), "torch_adam": True}

@@ -149,7 +149,23 @@ def test_running_out_of_memory_names_the_settings(
     learner.close()
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("decay", [0.0, 10.0])
+def test_bfloat16_takes_the_same_steps_without_zero(tiny_folder: Path, decay: float) -> None:
+    """Adam's first steps show whether its count begins at 0; decay, whether it was tried out beforehand."""
+    found = []
+    for stage in (0, 2):
+        config = LearnerConfig(lr=1e-2, zero_stage=stage, weight_decay=decay)
+        learner = Learner(load_model(tiny_folder, "bfloat16"), config, temperature=1.0)
+        for _ in range(2):
+            learner.step(learner.pack(SEQUENCES), torch.full((NUM_TOKENS,), 1 / NUM_TOKENS), None)
+        found.append(torch.cat([tensor.float().flatten() for _, tensor in learner.named_tensors()]))
+        learner.close()
+    difference = (found[0] - found[1]).abs()
+    assert difference.median() == 0, "but for signs of gradients that are all but zero"
+    assert (difference > 1e-3).double().mean() < 0.02
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bfloat16_learns_with_float32_masters(tiny_folder: Path, stage: int) -> None:
     """A step far below bfloat16's resolution is not lost: the optimizer's own weights are float32."""
     learner = Learner(load_model(tiny_folder, "bfloat16"), LearnerConfig(lr=1e-4, zero_stage=stage), temperature=1.0)
