@@ -80,9 +80,15 @@ def _ours(folder: Path, run: Path) -> LocalModel:
 
 
 def _newest(run: Path, tell: Callable[[str], None]) -> Path:
-    if (run / "model").is_dir():
-        return run / "model"
-    found = sorted(path.parent for path in run.glob("checkpoints/step-*/state.json"))
+    """The model of the run's end; its last checkpoint where there is none, or where the run went on since."""
+    from agent_rl.checkpoint import folders  # here: it imports torch
+
+    model, found = run / "model", folders(run / "checkpoints")
+    if model.is_dir():
+        ended = (model / "config.json").stat().st_mtime_ns
+        if not found or (found[-1] / "state.json").stat().st_mtime_ns < ended:
+            return model
+        tell(f"{run} went on after its model was written: taking {found[-1].name}")
     if not found:
         raise ConfigError(f"run {run} has neither a model nor a checkpoint yet")
     return exported(found[-1], run / "tokenizer", tell)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,28 @@ def test_a_checkpoint_is_the_model_that_the_run_had(tmp_path: Path, rank: int, z
     shutil.rmtree(config.folder / "model")
     assert find_model(str(config.folder), told.append).folder == found.folder  # the newest checkpoint
     assert len(told) == 1  # made once
+
+
+def test_a_run_that_went_on_is_its_newest_weights(tmp_path: Path) -> None:
+    """The model that an earlier end wrote is not what the run has learned since."""
+    run = tmp_path / "run"
+    for name in (
+        "checkpoints/step-000001",
+        "model",
+        "checkpoints/step-000002/model",
+        "checkpoints/step-000003.partial",
+    ):
+        (run / name).mkdir(parents=True)
+    (run / "config.json").write_text('{"rollout": {}, "learner": {}, "task": {}}')
+    for age, name in enumerate(("checkpoints/step-000001/state.json", "model/config.json")):
+        (run / name).write_text("{}")
+        os.utime(run / name, (age, age))
+    told: list[str] = []
+    assert find_model(str(run), told.append).folder == run / "model"
+    for name in ("checkpoints/step-000002/state.json", "checkpoints/step-000003.partial/state.json"):
+        (run / name).write_text("{}")
+    assert find_model(str(run), told.append).folder == run / "checkpoints" / "step-000002" / "model"
+    assert told == [f"{run} went on after its model was written: taking step-000002"]
 
 
 def test_no_schedule_no_evaluation(tmp_path: Path) -> None:
