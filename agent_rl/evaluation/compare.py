@@ -11,8 +11,8 @@ from rich.table import Table
 
 from agent_rl.errors import ConfigError
 from agent_rl.evaluation import statistics as st
-from agent_rl.evaluation.report import BOOTSTRAP_SEED, correctness
-from agent_rl.evaluation.store import Row, final_rows, read_rows, read_settings
+from agent_rl.evaluation.report import BOOTSTRAP_SEED, asked_rows, correctness
+from agent_rl.evaluation.store import Row, read_settings
 
 
 def compare(first: Path, second: Path) -> dict[str, Any]:
@@ -22,8 +22,8 @@ def compare(first: Path, second: Path) -> dict[str, Any]:
         ConfigError: a folder holds no evaluation, or they share no problem.
     """
     settings = [read_settings(folder) for folder in (first, second)]
-    rows = [final_rows(row for row, _ in read_rows(folder)) for folder in (first, second)]
-    notes = _unfair(settings)
+    rows = [asked_rows(folder, own) for folder, own in zip((first, second), settings, strict=True)]
+    notes: list[str] = []
     parts: dict[str, Any] = {}
     for name in dict.fromkeys(row.part for row in rows[0]):
         sides = [{problem: samples for problem, samples in _of(side, name).items() if samples} for side in rows]
@@ -48,7 +48,7 @@ def compare(first: Path, second: Path) -> dict[str, Any]:
         "first": {"folder": str(first), "title": settings[0]["title"]},
         "second": {"folder": str(second), "title": settings[1]["title"]},
         "parts": parts,
-        "notes": list(dict.fromkeys(notes)),
+        "notes": list(dict.fromkeys([*_unfair(settings, list(parts)), *notes])),
     }
 
 
@@ -56,16 +56,16 @@ def _of(rows: Sequence[Row], part: str) -> dict[str, list[bool]]:
     return correctness([row for row in rows if row.part == part])
 
 
-NOT_FAIR = ("scenario", "temperature", "top_p", "budgets", "shots", "environments")
+NOT_FAIR = ("scenario", "temperature", "top_p", "budgets", "shots")
 """Settings in which a difference is a difference of method."""
+BY_PART = ("environments", "limits")
+"""The same, each with a value for every part."""
 
 
-def _unfair(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+def _unfair(settings: Sequence[Mapping[str, Any]], parts: Sequence[str]) -> list[str]:
     a, b = (side["identity"] for side in settings)
     differing = [name for name in NOT_FAIR if a.get(name) != b.get(name)]
-    graders = [side.get("grader") for side in settings]
-    if graders[0] != graders[1]:
-        differing.append("grader")
+    differing += [name for name in BY_PART if any(a[name].get(part) != b[name].get(part) for part in parts)]
     return [f"the two differ in {', '.join(differing)}: not only the model was changed"] if differing else []
 
 

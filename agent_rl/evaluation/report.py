@@ -152,13 +152,17 @@ def _mean(values: Sequence[float]) -> float | None:
 # A finished (or half finished) folder.
 
 
+def asked_rows(folder: Path, settings: Mapping[str, Any]) -> list[Row]:
+    """``final_rows`` of what was asked for last; a smaller ``--k`` or ``--limit`` than before leaves some out."""
+    samples = {(part["name"], problem): part["k"] for part in settings["parts"] for problem in part["ids"]}
+    rows = final_rows(row for row, _ in read_rows(folder))
+    return [row for row in rows if row.sample < samples.get(row.key[:2], 0)]
+
+
 def write_results(folder: Path, *, wall_s: float | None = None) -> dict[str, Any]:
     """``results.json``, ``results.md`` and ``results.csv`` of what the folder holds now; returns the tree."""
     settings = read_settings(folder)
-    rows = final_rows(row for row, _ in read_rows(folder))
-    wanted = {(part["name"], problem) for part in settings["parts"] for problem in part["ids"]}
-    rows = [row for row in rows if row.key[:2] in wanted]  # a smaller --limit than before
-    rows = [row for row in rows if row.sample < {p["name"]: p["k"] for p in settings["parts"]}[row.part]]
+    rows = asked_rows(folder, settings)
     parts = [{"name": p["name"], "k": p["k"], "problems": len(p["ids"])} for p in settings["parts"]]
     flagged = [tuple(pair) for pair in settings.get("contamination", {}).get("flagged", [])]
     tree = {

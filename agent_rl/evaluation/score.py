@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from agent_rl.errors import ConfigError
-from agent_rl.evaluation.report import summarise
-from agent_rl.evaluation.store import Row, final_rows, read_rows, read_settings, write_json
+from agent_rl.evaluation.report import asked_rows, summarise
+from agent_rl.evaluation.store import Row, read_rows, read_settings, write_json
 from envs.answers import final_answer, normalised, stated_answer
 from envs.grader import Grader, GraderFailure
 
@@ -79,7 +79,7 @@ async def score(
     """
     settings = read_settings(folder)
     judge = find_grader(name)
-    chosen = {(row.key, row.attempt) for row in final_rows(row for row, _ in read_rows(folder))}
+    chosen = {(row.key, row.attempt) for row in asked_rows(folder, settings)}
     rows: list[Row] = []
     table: dict[str, dict[str, int]] = {}
     grader = Grader()

@@ -175,6 +175,29 @@ async def test_an_unfair_comparison_says_so(tmp_path: Path) -> None:
     ]
 
 
+async def test_only_what_the_two_have_in_common_is_held_against_them(tmp_path: Path) -> None:
+    async with serving(by_seed) as served:
+        short = await asyncio.to_thread(evaluate, settings_for(served.url, tmp_path, name="a", max_turns=1), QUIET)
+        long = await asyncio.to_thread(evaluate, settings_for(served.url, tmp_path, name="b", max_turns=2), QUIET)
+    assert compare(short, long)["notes"] == ["the two differ in limits: not only the model was changed"]
+    path = long / "evaluation.json"
+    tree = json.loads(path.read_text())
+    limits, environments = tree["identity"]["limits"], tree["identity"]["environments"]
+    limits |= {"gsm8k": limits["gsm8k"] | {"max_turns": 1}, "aime24": limits["gsm8k"]}  # a suite of more parts
+    environments["aime24"] = "agentic/LongCoT-v1"
+    path.write_text(json.dumps(tree))
+    assert compare(short, long)["notes"] == []
+
+
+async def test_a_smaller_question_is_compared_and_judged_as_it_was_asked(tmp_path: Path) -> None:
+    async with serving(by_seed) as served:
+        large = await asyncio.to_thread(evaluate, settings_for(served.url, tmp_path, k=3, limit=8), QUIET)
+        await asyncio.to_thread(evaluate, settings_for(served.url, tmp_path, k=1, limit=6), QUIET)
+    told = json.loads((large / "results.json").read_text())["parts"]["gsm8k"]
+    assert (await score(large, "boxed"))["parts"]["gsm8k"] == told
+    assert compare(large, large)["parts"]["gsm8k"]["samples"] == [6, 6]
+
+
 async def test_stored_episodes_are_judged_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, bad = await two_runs(tmp_path)
     before = lines_of(bad)
