@@ -198,7 +198,7 @@ def _eval(arguments: argparse.Namespace) -> None:
         dtype=arguments.dtype,
         kv_cache_gb=arguments.kv_cache_gb,
         concurrency=arguments.concurrency,
-        sandbox=SandboxSpec(kind=arguments.sandbox, size=min(arguments.concurrency or 16, 2 * (os.cpu_count() or 1))),
+        sandbox=SandboxSpec(kind=arguments.sandbox, size=_sandboxes(arguments.concurrency)),
         train_data=tuple(arguments.train_data),
         served_name=arguments.served_name,
         key_variable=arguments.key_env,
@@ -215,6 +215,10 @@ def _eval(arguments: argparse.Namespace) -> None:
     if not settings.is_endpoint:
         _quieten_libraries()
     evaluate(settings, _console(), dry=arguments.dry_run)
+
+
+def _sandboxes(concurrency: int | None) -> int:
+    return max(1, min(concurrency or 16, 2 * (os.cpu_count() or 1)))  # ``checked`` refuses what is below 1
 
 
 def _rollout(arguments: argparse.Namespace) -> None:

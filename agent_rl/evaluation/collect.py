@@ -129,6 +129,12 @@ class EndpointPlayer:
         self._endpoint = endpoint
         self._native = native
 
+    @property
+    def model(self) -> str:
+        """Its name at the endpoint."""
+        assert self._endpoint.model is not None, "not opened"
+        return self._endpoint.model
+
     def join(self, episode_id: str) -> None:
         """A server batches whatever is there."""
 

@@ -108,16 +108,15 @@ async def _evaluate(settings: Settings, console: Console, dry: bool) -> Path:
             tell(line)
         return folder
     started = time.perf_counter()
-    try:
-        with Store(folder) as store:
-            rows = store.open(identity, more)
+    with Store(folder) as store:
+        rows = store.open(identity, more)  # a refused folder stays as it is
+        try:
             for line in plan_lines(parts, budgets, limits, rows, settings):
                 tell(line)
             if missing_jobs(parts, rows):
                 await _play(settings, parts, limits, budgets, model, dialect, store, rows, console)
-    finally:
-        # Also when it was stopped: what there is, with what is missing said.
-        if (folder / "episodes.jsonl").is_file():
+        finally:
+            # Also when it was stopped: what there is, with what is missing said.
             tree = write_results(folder, wall_s=time.perf_counter() - started)
             write_page(folder, tree, _tokenizer(model))
     console.print(rich_table(tree))
@@ -153,6 +152,8 @@ async def _play(
             budgets=budgets,
         )
         async with _player(settings, stage, model, native, concurrency, console) as player:
+            if isinstance(player, EndpointPlayer):
+                store.serves(player.model)
             jobs = missing_jobs(parts, rows)
             with EvaluationProgress(console, parts, rows, len(jobs), settings) as progress:
 

@@ -18,6 +18,8 @@ from agent_rl.errors import ConfigError
 
 EPISODES = "episodes.jsonl"
 SETTINGS = "evaluation.json"
+SERVED = "served_model"
+"""In the settings: what the endpoint called its model when the first episode was played."""
 HEAVY = ("messages", "token_ids", "spans")
 """Fields that hold the transcript; everything else of a row is small."""
 
@@ -107,12 +109,28 @@ class Store:
                 f"{self.folder} holds an evaluation with other settings ({', '.join(other)}): "
                 "choose another --name, or remove the folder"
             )
-        write_json(self.folder / SETTINGS, {"identity": wanted, **more})
+        kept = {SERVED: before[SERVED]} if before is not None and SERVED in before else {}
+        write_json(self.folder / SETTINGS, {"identity": wanted, **more, **kept})
         path = self.folder / EPISODES
         cut_torn_line(path)
         rows = [row for row, _ in read_rows(self.folder)]
         self._file = path.open("a", encoding="utf-8")
         return rows
+
+    def serves(self, model: str) -> None:
+        """The endpoint plays by this name now; an address alone does not say whose episodes are in the folder.
+
+        Raises:
+            ConfigError: earlier episodes are another model's.
+        """
+        settings = read_settings(self.folder)
+        before = settings.setdefault(SERVED, model)
+        if before != model:
+            raise ConfigError(
+                f"{self.folder} holds episodes of {before!r}, and the endpoint serves {model!r} now: "
+                "choose another --name, or remove the folder"
+            )
+        write_json(self.folder / SETTINGS, settings)
 
     def add(self, row: Row, transcript: Mapping[str, Any]) -> None:
         """The episode is on disk when this returns."""

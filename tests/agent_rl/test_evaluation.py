@@ -83,13 +83,29 @@ async def test_other_settings_need_another_folder(tmp_path: Path) -> None:
     async with serving(by_seed) as served:
         folder = await asyncio.to_thread(evaluate, settings_for(served.url, tmp_path), QUIET)
         kept = lines_of(folder)
+        before = {path.name: path.read_text() for path in folder.iterdir()}
         with pytest.raises(ConfigError, match=r"holds an evaluation with other settings \(seed, top_p\)"):
             await asyncio.to_thread(evaluate, settings_for(served.url, tmp_path, top_p=1.0, seed=1), QUIET)
         assert lines_of(folder) == kept
+        assert {path.name: path.read_text() for path in folder.iterdir()} == before
         with Store(folder) as store:
             store.open(json.loads((folder / "evaluation.json").read_text())["identity"], {})
             with pytest.raises(ConfigError, match="another process is working"):
                 Store(folder).open({}, {})
+
+
+async def test_another_model_at_the_same_address_needs_another_folder(tmp_path: Path) -> None:
+    async with serving(by_seed, models=["first"]) as served:
+        unnamed = settings_for(served.url, tmp_path, served_name=None)
+        folder = await asyncio.to_thread(evaluate, unnamed, QUIET)
+        kept = lines_of(folder)
+        served.models = ["second"]
+        with pytest.raises(ConfigError, match="holds episodes of 'first', and the endpoint serves 'second' now"):
+            await asyncio.to_thread(evaluate, unnamed.model_copy(update={"k": 4}), QUIET)
+        assert lines_of(folder) == kept
+        served.models = ["first"]
+        await asyncio.to_thread(evaluate, unnamed.model_copy(update={"k": 4}), QUIET)
+        assert len(lines_of(folder)) == len(kept) + 6
 
 
 def test_a_torn_line_is_cut_and_nothing_else(tmp_path: Path) -> None:
@@ -168,6 +184,7 @@ async def test_a_refused_key_stops_before_anything_is_played(
             "no tool-call dialect",
         ),
         (["eval", "http://x", "--suite", "gsm8k", "--data", str(GSM8K), "--train-data", "gone.jsonl"], "gone.jsonl"),
+        (["eval", "http://x", "--suite", "gsm8k", "--concurrency", "-1"], "concurrency = -1"),
         (["compare", "a", "b"], "a holds no evaluation"),
         (["score", "a"], "a holds no evaluation"),
         (["contamination", "gone.jsonl", "--suite", "gsm8k", "--data", str(GSM8K)], "gone.jsonl"),
