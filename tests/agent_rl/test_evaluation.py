@@ -83,11 +83,11 @@ async def test_other_settings_need_another_folder(tmp_path: Path) -> None:
     async with serving(by_seed) as served:
         folder = await asyncio.to_thread(evaluate, settings_for(served.url, tmp_path), QUIET)
         kept = lines_of(folder)
-        before = {path.name: path.read_text() for path in folder.iterdir()}
+        before = {path.name: path.stat().st_mtime_ns for path in folder.glob("[!.]*")}
         with pytest.raises(ConfigError, match=r"holds an evaluation with other settings \(seed, top_p\)"):
             await asyncio.to_thread(evaluate, settings_for(served.url, tmp_path, top_p=1.0, seed=1), QUIET)
         assert lines_of(folder) == kept
-        assert {path.name: path.read_text() for path in folder.iterdir()} == before
+        assert {path.name: path.stat().st_mtime_ns for path in folder.glob("[!.]*")} == before
         with Store(folder) as store:
             store.open(json.loads((folder / "evaluation.json").read_text())["identity"], {})
             with pytest.raises(ConfigError, match="another process is working"):
