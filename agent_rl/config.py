@@ -31,6 +31,7 @@ from agent_rl.sections import (
     StareConfig,
     TaskConfig,
 )
+from agent_rl.tryout import try_out
 from sandboxes.base import SandboxSpec
 
 __all__ = [
@@ -131,6 +132,7 @@ class RunConfig(Section):
             raise ValueError(f"{names} of algorithm need stare.score 'exact': 'reuse' knows no entropy in time")
         if "kl_cov" in algorithm.regularisers and self.stare.mini_batches == 1:
             raise ValueError("regulariser kl_cov acts from a batch's second step on: it needs stare.mini_batches > 1")
+        try_out(algorithm, self.rollout.group)  # raises where a method cannot work with its options
         return self
 
     @model_validator(mode="after")

@@ -216,8 +216,14 @@ def pass_at_k(reward_B: Tensor, group_B: Tensor, *, k: int = 4, threshold: float
     2508.10751 (analytical form).
 
     With N_w wrong of N: ``R = 1 - C(N_w, k) / C(N, k)``, ``s = sqrt(R (1 - R))``, right: ``(1 - R) / s``, wrong:
-    ``(1 - R - C(N_w - 1, k - 1) / C(N - 1, k - 1)) / s``. 0 where every set of k succeeds.
+    ``(1 - R - C(N_w - 1, k - 1) / C(N - 1, k - 1)) / s``. 0 where every set of k succeeds, and in a group of fewer than
+    k (it may have lost members): there is no such set.
+
+    Raises:
+        ValueError: k is not positive.
     """
+    if k < 1:
+        raise ValueError(f"pass@k needs k >= 1, got {k}")
     groups = Groups.of(reward_B, group_B)
     right_B = reward_B > threshold
     wrong = groups.sum((~right_B).to(reward_B.dtype))
@@ -225,7 +231,7 @@ def pass_at_k(reward_B: Tensor, group_B: Tensor, *, k: int = 4, threshold: float
     for place in groups.differs_B.nonzero().flatten().tolist():
         size, num_wrong = round(float(groups.size_B[place])), round(float(wrong[place]))
         if size < k:
-            raise ValueError(f"pass@{k} needs groups of at least {k} rollouts, got one of {size}: lower k")
+            continue
         rate = 1 - math.comb(num_wrong, k) / math.comb(size, k)
         if not 0 < rate < 1:
             continue

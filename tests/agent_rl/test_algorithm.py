@@ -9,6 +9,7 @@ from test_plan import OPTIONS, controllers, make_batch, statistics_of, trajector
 from agent_rl.algorithm import Algorithm
 from agent_rl.config import ConfigError, load_config
 from agent_rl.plan import PlanOptions, make_plan, update_batch
+from agent_rl.tryout import try_out
 from stare.neighbours import METHODS, Tokens
 
 ADVANTAGES = [m.name for m in METHODS.values() if m.hook == "advantage" and m.is_trainable]
@@ -87,3 +88,45 @@ def test_by_name_on_the_command_line() -> None:
 def test_what_cannot_be_is_said(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config("quickstart", overrides)
+
+
+EVERY = [
+    *ADVANTAGES,
+    *WEIGHTS,
+    *(m.name for m in METHODS.values() if m.hook in ("ratio", "regulariser", "turn advantage")),
+]
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("group", [2, 5])
+def test_every_method_passes_with_its_own_options(name: str, group: int) -> None:
+    field = {"turn advantage": "advantage", "token weight": "token_weights", "regulariser": "regularisers"}
+    entry = METHODS[name]
+    if entry.needs:
+        return
+    names = (name,) if entry.hook in ("token weight", "regulariser") else name
+    options = {name: {"k": 1}} if name == "pass_at_k" else {}
+    try_out(Algorithm(**{field.get(entry.hook, entry.hook): names}, options=options), group)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        ("advantage pass_at_k", "pass_at_k: advantage 0 throughout in a group of 4 with one right"),
+        ("advantage pass_at_k options.pass_at_k.k two", "pass_at_k with options {'k': 'two'}"),
+        ("token_weights forking options.forking.fraction 20", r"fraction must be in \(0, 1\], got 20"),
+        ("token_weights steer options.steer.weakest 0", "algorithm's steer with options {'weakest': 0}"),
+        ("ratio gspo options.gspo.clip_low yes", "algorithm's gspo with options {'clip_low': 'yes'}"),
+        ("regularisers adaptive_entropy options.adaptive_entropy.step x", "algorithm's adaptive_entropy with options"),
+        ("correction mis options.mis.most nan", r"mis with options \{'most': nan\}: weight 0 for every token"),
+    ],
+)
+def test_options_that_no_method_can_work_with_are_refused_before_the_run(overrides: str, complaint: str) -> None:
+    pairs = [word if i % 2 else f"--algorithm.{word}" for i, word in enumerate(overrides.split())]
+    with pytest.raises(ConfigError, match=complaint):
+        load_config("quickstart", ["--rollout.group", "4", *pairs])
+
+
+def test_a_threshold_for_rewards_of_another_scale_is_no_fault() -> None:
+    options = {"pass_at_k": {"k": 2, "threshold": 1.5}}
+    try_out(Algorithm(advantage="pass_at_k", options=options), 4)
