@@ -26,10 +26,12 @@ def add_adapter(model: Any, settings: LoraSettings) -> None:
     """Freeze ``model`` and put adapters into its linear layers, starting as the identity.
 
     Raises:
-        ConfigError: ``peft`` is missing, or no layer has one of the names in ``targets``.
+        ConfigError: ``peft`` is missing, no layer has one of the names in ``targets``, or one that has cannot be
+            merged.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
+        from peft.tuners.lora import LoraLayer
     except ImportError:
         raise ConfigError("learner.lora.rank > 0 needs a package: pip install peft") from None
     config = LoraConfig(
@@ -45,6 +47,15 @@ def add_adapter(model: Any, settings: LoraSettings) -> None:
             inject_adapter_in_model(config, model)
     except ValueError as error:
         raise ConfigError(f"learner.lora.targets = {list(settings.targets)}: {error}") from None
+    embedding = model.get_input_embeddings().weight
+    for name, layer in model.named_modules():
+        if isinstance(layer, LoraLayer) and not layer.lora_A:
+            raise ConfigError(f"learner.lora.targets = {list(settings.targets)}: {name} is no linear layer")
+        if isinstance(layer, LoraLayer) and layer.get_base_layer().weight is embedding:
+            raise ConfigError(
+                f"learner.lora.targets = {list(settings.targets)}: {name} has its weights in common with the embedding "
+                "of this model, so that its adapter cannot be merged into them: leave it out"
+            )
 
 
 @contextmanager
