@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -31,6 +32,11 @@ from stare import TokenStatistics, surrogate_sum
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+
+_NO_MEMORY = re.compile(
+    r"out of memory|(can't|cannot|failed to|unable to) allocate|not enough memory|ALLOC_FAILED", re.I
+)
+"""What allocators of the CPU, CUDA and its libraries say; an illegal access to memory is another fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +81,12 @@ def _out_of_memory(method: Callable[Parameters, Result]) -> Callable[Parameters,
         try:
             return method(*args, **kwargs)
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "memory" not in str(error):
+            is_plain = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
+            if is_plain and not _NO_MEMORY.search(str(error)):
                 raise
+            told = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise LearnerFailure(
-                f"the learner ran out of memory in {method.__name__} ({str(error).strip().splitlines()[0]}): lower "
+                f"the learner ran out of memory in {method.__name__} ({told}): lower "
                 "learner.micro_tokens or learner.chunk_tokens, or set learner.activation_checkpointing"
             ) from error
 
@@ -345,7 +353,8 @@ class Learner:
 
     def export(self, folder: Path, tokenizer: Any) -> None:
         """A plain transformers model folder (safetensors) that any tool loads; written aside and renamed."""
-        state = {name: tensor.cpu().clone() for name, tensor in self.named_tensors()}
+        # Every rank walks through them, because ZeRO 3 gathers; one keeps them.
+        state = {name: tensor.cpu().clone() for name, tensor in self.named_tensors() if self.rank == 0}
         if self.rank != 0:
             return
         aside = folder.with_name(folder.name + ".partial")

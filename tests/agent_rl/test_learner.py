@@ -122,12 +122,25 @@ def test_settings_that_cannot_be_are_refused(overrides: list[str], complaint: st
         load_config("quickstart", overrides)
 
 
+@pytest.mark.parametrize(
+    ("name", "complaint"), [("embed_tokens", "is no linear layer"), ("lm_head", "in common with the embedding")]
+)
+def test_an_adapter_that_cannot_be_merged_is_refused(tiny_folder: Path, name: str, complaint: str) -> None:
+    """Published without it, the weights would be another policy's."""
+    config = LearnerConfig(lora=LoraSettings(rank=4, targets=("q_proj", name)))
+    with pytest.raises(ConfigError, match=complaint):
+        Learner(load_model(tiny_folder, "float32"), config, temperature=1.0)
+
+
 def test_an_adapter_for_layers_that_are_not_there_is_refused(tiny_folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"learner\.lora\.targets = \['nope'\]"):
         stepped(tiny_folder, 0, lora=LoraSettings(rank=2, targets=("nope",)))
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")])
+NO_MEMORY = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory"), MemoryError()]
+
+
+@pytest.mark.parametrize("error", NO_MEMORY)
 @pytest.mark.parametrize("method", ["score", "step"])
 def test_running_out_of_memory_names_the_settings(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, method: str
@@ -163,6 +176,34 @@ def test_bfloat16_takes_the_same_steps_without_zero(tiny_folder: Path, decay: fl
     difference = (found[0] - found[1]).abs()
     assert difference.median() == 0, "but for signs of gradients that are all but zero"
     assert (difference > 1e-3).double().mean() < 0.02
+
+
+def test_one_rank_alone_keeps_a_copy_to_export(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of eight ranks on a machine seven copies of the weights would be memory for nothing."""
+    learner, _ = stepped(tiny_folder, 0)
+    monkeypatch.setattr(learner, "rank", 1)
+    monkeypatch.setattr(torch.Tensor, "clone", lambda tensor: pytest.fail("a copy was made"))
+    learner.export(tmp_path / "model", None)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    learner.close()
+
+
+def test_another_error_that_speaks_of_memory_is_not_running_out_of_it(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner, _ = stepped(tiny_folder, 0)
+
+    def broken(*inputs: Any, **settings: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(learner, "engine", broken)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        learner.score(learner.pack(SEQUENCES), NUM_TOKENS)
+    monkeypatch.undo()
+    learner.close()
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
