@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -56,6 +58,8 @@ def find_grader(name: str) -> Judge:
     module, colon, attribute = name.partition(":")
     if not colon:
         raise ConfigError(f"no grader {name!r}: there are {', '.join(GRADERS)}, or write MODULE:FUNCTION")
+    if os.getcwd() not in sys.path:  # an installed command has its own folder there, not the one it is typed in
+        sys.path.append(os.getcwd())
     try:
         function = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:

@@ -7,6 +7,7 @@ import csv
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from agent_rl.evaluation import contamination
 from agent_rl.evaluation.compare import compare
 from agent_rl.evaluation.report import summarise
 from agent_rl.evaluation.run import evaluate
-from agent_rl.evaluation.score import score
+from agent_rl.evaluation.score import find_grader, score
 from agent_rl.evaluation.store import Row
 from envs import Task
 
@@ -218,6 +219,13 @@ async def test_stored_episodes_are_judged_anew(tmp_path: Path, capsys: pytest.Ca
         await score(bad, "nice")
     assert await asyncio.to_thread(main, ["score", str(bad), "--grader", "stated"]) == 0
     assert "correct before: correct" in capsys.readouterr().out
+
+
+def test_a_grader_is_found_where_the_command_is_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "grader_of_this_folder.py").write_text("def same(gold, text):\n    return gold == text\n")
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    monkeypatch.chdir(tmp_path)
+    assert find_grader("grader_of_this_folder:same")
 
 
 def test_words_are_what_typesetting_leaves() -> None:
