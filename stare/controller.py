@@ -1,6 +1,7 @@
 """The entropy controller: a small state that one batch at a time moves (arXiv 2606.19236, Sec. 4.3-4.4, and beyond).
 
-Four kinds. All start from the configured W and M and stay inside ``[1, amplify_max]`` and ``[attenuate_min, 1]``:
+Four kinds. All start from the configured W and M; those that move them stay inside ``[1, amplify_max]`` and
+``[attenuate_min, 1]``:
 
     fixed     the paper's default: W and M are constants, the gate decides whether they act
     adaptive  the paper's Sec. 4.4: W moves by alpha sgn(H_tgt - H) after every batch, M the other way
@@ -51,6 +52,11 @@ class ControllerConfig:
             raise ValueError(f"controller {self.kind!r} steers by relative error: target_entropy must be above 0")
         if not (1 <= self.amplify and 0 < self.attenuate <= 1):
             raise ValueError(f"need amplify >= 1 >= attenuate > 0, got {self.amplify} and {self.attenuate}")
+        if self.kind != "fixed" and not (self.amplify <= self.amplify_max and self.attenuate >= self.attenuate_min):
+            raise ValueError(
+                f"controller {self.kind!r} keeps W in [1, {self.amplify_max}] and M in [{self.attenuate_min}, 1] "
+                f"(amplify_max, attenuate_min): it cannot start from {self.amplify} and {self.attenuate}"
+            )
         if self.hysteresis < 0:
             raise ValueError(f"hysteresis must not be negative, got {self.hysteresis}")
 

@@ -159,6 +159,8 @@ def test_on_a_simple_plant_the_steered_weight_reaches_the_target(kind: str) -> N
         ({"kind": "pid"}, "unknown controller kind 'pid'"),
         ({"kind": "pi", "target_entropy": 0.0}, "target_entropy must be above 0"),
         ({"amplify": 0.9}, "amplify >= 1"),
+        ({"kind": "adaptive", "amplify": 2.0}, r"keeps W in \[1, 1.5\] .* cannot start from 2.0"),
+        ({"kind": "pi", "attenuate": 0.4}, r"M in \[0.5, 1\]"),
         ({"hysteresis": -0.1}, "hysteresis must not be negative"),
     ],
 )
