@@ -8,6 +8,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+SAME = 1e-9
+"""Rewards nearer to one another than this share of their size are equal, as 0.1 + 0.2 and 0.3 are."""
+
+
+def differ(low: Tensor, high: Tensor) -> Tensor:
+    """bool [...], whether the least and the largest reward of a group are two; float [...] each.
+
+    By value, not by the standard deviation: the mean of equal floats may miss them by one rounding.
+    """
+    return high - low > SAME * torch.maximum(low.abs(), high.abs())
+
 
 def group_advantage(reward_B: Tensor, group_B: Tensor, *, divide_by_std: bool = True, eps: float = 1e-6) -> Tensor:
     """Advantage of each trajectory inside its group: ``(r - mean) / (std + eps)``, std with n - 1.
@@ -34,8 +45,7 @@ def group_advantage(reward_B: Tensor, group_B: Tensor, *, divide_by_std: bool = 
     for group in torch.unique(group_B):
         members = group_B == group
         rewards = reward_B[members]
-        # Compared by value, not by std: the mean of equal floats may miss them by one rounding.
-        if rewards.numel() < 2 or bool((rewards == rewards[0]).all()):
+        if rewards.numel() < 2 or not differ(rewards.min(), rewards.max()):
             continue
         centred = rewards - rewards.mean()
         advantage_B[members] = centred / (rewards.std(unbiased=True) + eps) if divide_by_std else centred

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stare.advantage import group_advantage
+from stare.advantage import differ, group_advantage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Groups:
         low_Q = zeros.scatter_reduce(0, index_B, reward_B, "amin", include_self=False)
         high_Q = zeros.scatter_reduce(0, index_B, reward_B, "amax", include_self=False)
         return Groups(
-            index_B=index_B, size_B=size_Q[index_B], mean_B=mean_Q[index_B], differs_B=(low_Q < high_Q)[index_B]
+            index_B=index_B, size_B=size_Q[index_B], mean_B=mean_Q[index_B], differs_B=differ(low_Q, high_Q)[index_B]
         )
 
     def sum(self, value_B: Tensor) -> Tensor:

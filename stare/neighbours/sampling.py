@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stare.advantage import differ
 from stare.neighbours.advantages import Groups, grpo
 from stare.neighbours.token_weights import entropy_signal
 
@@ -86,7 +87,7 @@ def d3s_samples(reward_B: Tensor, group_B: Tensor, *, keep: int) -> Tensor:
     kept_B = torch.ones(len(reward_B), dtype=torch.bool)
     for group in torch.unique(group_B):
         members = (group_B == group).nonzero().flatten()
-        if len(members) <= keep or bool((reward_B[members] == reward_B[members][0]).all()):
+        if len(members) <= keep or not differ(reward_B[members].min(), reward_B[members].max()):
             continue
         ordered = members[torch.argsort(advantage_B[members], stable=True)]
         choices = [torch.cat((ordered[:low], ordered[len(ordered) - (keep - low) :])) for low in range(keep + 1)]
@@ -117,7 +118,8 @@ def cross_context_replay(
     differs_B = Groups.of(reward_B, group_B).differs_B
     for group in torch.unique(group_B[~differs_B]):
         reward = reward_B[group_B == group][0]
-        fits = ((remembered_group_R == group) & (remembered_reward_R != reward)).nonzero().flatten()
+        others_R = differ(remembered_reward_R.clamp(max=reward), remembered_reward_R.clamp(min=reward))
+        fits = ((remembered_group_R == group) & others_R).nonzero().flatten()
         recalled_R[fits[:1]] = True
     return recalled_R
 

@@ -188,7 +188,8 @@ DIFFERS = [0.0, 1.0, 1.0, 0.0]
 def test_a_group_of_one_and_an_equal_group_have_advantage_zero(
     name: str, level: float, size: int, order: object
 ) -> None:
-    pairs = [(0, level)] + [(1, level)] * size + [(2, r) for r in DIFFERS]
+    rounded = level * (1 + 2**-52)  # as 0.1 + 0.2 is 0.3
+    pairs = [(0, level), (1, rounded)] + [(1, level)] * size + [(2, r) for r in DIFFERS]
     order.shuffle(pairs)  # type: ignore[attr-defined]
     reward, group = columns(pairs)
     advantage = METHODS[name].function(reward, group, **extra_columns(name, len(pairs)))
