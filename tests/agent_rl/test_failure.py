@@ -23,7 +23,6 @@ from agent_rl.rollout import Place, TooManyFailures, run_episode
 from agent_rl.setup import Setup
 from agent_rl.types import Trajectory
 from envs import Resources
-from envs.grader import Grader, GraderFailure
 from sandboxes import SandboxSpec
 from sandboxes.container import DockerSandbox
 from sandboxes.local import LocalSandbox
@@ -124,10 +123,10 @@ async def test_engine_and_grader_failures_void_too(
     assert broken.failure is not None
     assert (broken.is_void, broken.failure.kind) == (True, "engine")
 
-    async def fail(self: Grader, gold: str, answer: str) -> str:
-        raise GraderFailure("dead")
+    def fail(gold: str, answer: str) -> bool:
+        raise ValueError("broken")
 
-    monkeypatch.setattr(Grader, "verdict", fail)
+    monkeypatch.setattr("envs.arithmetic.same_exactly", fail)
     ungraded = await play(["\\boxed{1}"], codec, setup, resources)
     assert ungraded.failure is not None
     assert (ungraded.is_void, ungraded.failure.kind) == (True, "grader")
