@@ -83,7 +83,9 @@ class RolloutConfig(Section):
     max_episode_tokens: int = Field(4096, ge=2, description="all tokens of one episode")
     max_turns: int = Field(4, ge=1)
     max_tool_calls: int = Field(8, ge=0)
-    wall_s: float = Field(300.0, gt=0, description="seconds of one episode; a completion that takes longer voids it")
+    wall_s: float = Field(
+        300.0, gt=0, description="seconds of an episode's calls together; one completion that takes as long voids it"
+    )
     max_refills: int = Field(2, ge=0, description="fresh tries for a rollout that our side lost")
     max_rounds: int = Field(1, ge=1, description="rounds of new prompts until `prompts` groups differ inside (DAPO)")
     oversample: float = Field(

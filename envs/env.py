@@ -13,6 +13,7 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, ClassVar, Literal
 
@@ -41,7 +42,8 @@ class Limits(BaseModel):
     wall_s: float = Field(
         300.0,
         gt=0,
-        description="seconds from reset; a call that runs then is stopped, one that waits for a box is void",
+        description="seconds of an episode's calls together, the model's own time aside; a call that runs when they "
+        "are over is stopped, one that waits for a sandbox then is void",
     )
 
 
@@ -132,7 +134,7 @@ class ToolEnv(MessageEnv):
         self._succeeded: list[bool] = []
         self._submitted: str | None = None
         self._stop: Stop | None = None
-        deadline = time.monotonic() + self.limits.wall_s
+        self._seconds_left = self.limits.wall_s
         pool = self._resources.pool if self._resources else None
         self._held = HeldSandbox(pool, task.meta.get("files"))
         self._context = ToolContext(
@@ -140,7 +142,6 @@ class ToolEnv(MessageEnv):
             pool=pool,
             state={"seed": seed},
             rng=random.Random(seed),
-            deadline=deadline,
             held=self._held,
         )
         system: list[Message] = [{"role": "system", "content": self.instruction}] if self.instruction else []
@@ -171,8 +172,10 @@ class ToolEnv(MessageEnv):
         if stop is not None:
             return await self._end(stop, calls)
         self._held.starved = False
+        # The clock stands still between turns: a policy is not scored on how long it waited for the engine.
+        self._context = replace(self._context, deadline=time.monotonic() + self._seconds_left)
         try:
-            async with asyncio.timeout(self._seconds_left()) as limit:
+            async with asyncio.timeout(self._seconds_left) as limit:
                 outputs = await self._run_all(calls)
         except _Lost as lost:
             if isinstance(lost.error, ToolBug) and self._on_tool_bug == "raise":
@@ -186,6 +189,8 @@ class ToolEnv(MessageEnv):
                 detail = f"{wait}: more are wanted at once than the pool may have (its size)"
                 return await self._void(Failure(kind="sandbox", where=f"turn {len(self._turns)}", detail=detail), calls)
             return await self._end("time", calls)
+        finally:
+            self._seconds_left = max(0.0, self._context.deadline - time.monotonic())
         answers = [output.answer for output in outputs if output.answer is not None]
         if answers:
             self._submitted = answers[0]
@@ -202,9 +207,6 @@ class ToolEnv(MessageEnv):
         """The episode's sandbox, if it took one, is given back; may be called at any time, and twice."""
         await self._held.release()
 
-    def _seconds_left(self) -> float:
-        return max(0.0, self._context.deadline - time.monotonic())
-
     def _budget(self, call: ToolCall) -> int:
         own = self.tools[call.name].max_chars if call.name in self.tools else None
         return min(own or self.limits.max_result_chars, self.limits.max_result_chars)
@@ -220,7 +222,7 @@ class ToolEnv(MessageEnv):
         running = sum(call.status == "ok" for call in calls[: self.limits.max_calls_per_turn])
         if len(self._succeeded) + running > self.limits.max_tool_calls:
             return "max_tool_calls"
-        return "time" if not self._seconds_left() else None
+        return "time" if not self._seconds_left else None
 
     def _may_end(self, calls: Sequence[ToolCall]) -> bool:
         """Whether one of the calls could hand in an answer, which the last turn must still be able to do."""

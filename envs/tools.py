@@ -131,7 +131,7 @@ class ToolContext:
     pool: SandboxPool | None
     state: dict[str, Any] = field(default_factory=dict)  # the tools' own memory, alive for the episode
     rng: random.Random = field(default_factory=lambda: random.Random(0))  # the episode's, seeded by its reset
-    deadline: float = math.inf  # ``time.monotonic()`` at which the episode's wall time is over
+    deadline: float = math.inf  # ``time.monotonic()`` at which the time of the episode's calls is over
     held: HeldSandbox | None = None  # the episode's own sandbox
 
     async def run(

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -94,6 +95,19 @@ async def test_wall_time_stops_a_running_call_and_ends_the_episode() -> None:
     assert (result.stop, result.reward, result.truncated) == ("time", 0.0, True)
     assert time.monotonic() - started < 5
     assert [box.closed for box in resources.boxes] == [1], "a sandbox that was interrupted is not used again"
+
+
+async def test_the_models_own_time_is_not_the_episodes() -> None:
+    """It may have waited for a place in the engine, which is no reason to score it by its time."""
+    env = make_env(FakeResources(), [python], limits=Limits(wall_s=1))
+    await env.areset(0, TASK)
+    env._context = replace(env._context, deadline=0.0)  # as long ago as may be
+    result = await env.astep(ModelTurn(text=call(code="1"), finish="stop"))
+    assert (result.stop, result.calls[0].status) == (None, "ok")
+    assert 0 < env._seconds_left < 1
+    env._seconds_left = 0.0
+    assert (await env.astep(ModelTurn(text=call(code="1"), finish="stop"))).stop == "time"
+    await env.aclose()
 
 
 async def test_stepping_after_the_end_or_before_a_reset_is_an_error() -> None:
