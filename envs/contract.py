@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import cloudpickle
@@ -210,7 +211,8 @@ def _children() -> set[int]:
     """Processes below this one (Linux; empty elsewhere)."""
     found: set[int] = set()
     for file in Path("/proc/self/task").glob("*/children"):
-        found |= {int(pid) for pid in file.read_text().split()}
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended since
+            found |= {int(pid) for pid in file.read_text().split()}
     return found
 
 

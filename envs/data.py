@@ -82,19 +82,22 @@ class Mixture:
         return self._sources[number].task(own % len(self._sources[number]))
 
 
-def _schedule(weights: Sequence[float], length: int = 100) -> list[int]:
+def _schedule(weights: Sequence[float]) -> list[int]:
     """Which source each place of a cycle belongs to; the one that is furthest behind its share comes next."""
     total = sum(weights)
     given = [0] * len(weights)
-    schedule = []
-    for place in range(1, length + 1):
+    schedule: list[int] = []
+    for place in range(1, max(100, len(weights)) + 1):
         behind = [weight / total * place - count for weight, count in zip(weights, given, strict=True)]
         number = behind.index(max(behind))
         given[number] += 1
         schedule.append(number)
-    for number, count in enumerate(given):
-        if not count:
-            schedule[-1 - number] = number  # a share below one in a hundred still gets its turn
+    for number in range(len(weights)):
+        if not given[number]:  # a share below one in a hundred still gets its turn, out of the largest one
+            most = given.index(max(given))
+            last = max(place for place, other in enumerate(schedule) if other == most)
+            schedule[last] = number
+            given[most], given[number] = given[most] - 1, 1
     return schedule
 
 

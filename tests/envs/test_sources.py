@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import envs
@@ -28,6 +28,7 @@ def test_a_mixture_interleaves_in_proportion() -> None:
     assert [mixture.task(i).id for i in range(8)] == ["a0", "a1", "b0", "a2", "a3", "a4", "b1", "a5"]
 
 
+@example(weights=[12.0, 0.05, 0.05, 0.05, 0.05], sizes=[1] * 5)  # several that are too small for a place
 @given(weights=st.lists(st.floats(0.05, 20), min_size=1, max_size=5), sizes=st.lists(st.integers(1, 40), min_size=5))
 def test_a_mixture_holds_its_shares_and_shows_every_task(weights: list[float], sizes: list[int]) -> None:
     sources = [tasks_named(f"{number}-", size) for number, size in zip(range(len(weights)), sizes, strict=False)]
@@ -38,6 +39,11 @@ def test_a_mixture_holds_its_shares_and_shows_every_task(weights: list[float], s
         share = sum(task_id.startswith(f"{number}-") for task_id in seen[:100])
         assert share >= 1
         assert abs(share - 100 * weight / sum(weights)) <= len(weights)
+
+
+def test_every_one_of_many_sources_has_its_turn() -> None:
+    mixture = Mixture([tasks_named(f"{number}-", 1) for number in range(150)], [1000.0, *[1.0] * 149])
+    assert len({mixture.task(i).id for i in range(len(mixture))}) == 150
 
 
 @pytest.mark.parametrize("weights", [[], [1], [1, 0], [1, -1]])
