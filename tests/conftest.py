@@ -9,12 +9,12 @@ import subprocess
 import pytest
 from hypothesis import HealthCheck, settings
 
-# A busy machine is no fault of the code.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")
-
 NO_SKIP = bool(os.environ.get("AGENT_RL_NO_SKIP"))
 """Set in CI: a test that cannot run because something is missing fails there instead of being skipped."""
+
+# A busy machine is no fault of the code. In CI all runs try the same examples, elsewhere each run tries others.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=NO_SKIP)
+settings.load_profile("untimed")
 
 
 def docker_reason() -> str:
