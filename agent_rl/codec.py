@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, Literal
 
 from agent_rl.errors import ConfigError
@@ -21,7 +22,7 @@ ANSWER = "\ue0ffanswer\ue0ff"
 OPENINGS_KEPT = 256
 """Rendered prompts that are remembered: a template takes longer than many an episode's bookkeeping together."""
 
-GUARDS = (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE))
+GUARDS = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))
 """Private-use characters; one that no content holds breaks control tokens apart while the template is rendered. All of
 them, because a program may print many."""
 
@@ -135,7 +136,7 @@ class ChatCodec:
     def _guarded(self, messages: Sequence[Message]) -> tuple[str, list[Message]]:
         """Messages whose content holds no control token any more, and the character that was put in."""
         contents = [str(m["content"]) for m in messages]
-        guard = next(g for g in map(chr, GUARDS) if not any(g in content for content in contents))
+        guard = next(g for g in map(chr, chain(*GUARDS)) if not any(g in content for content in contents))
 
         def broken(match: re.Match[str]) -> str:
             return match.group()[0] + guard + match.group()[1:]

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from agent_rl.codec import ChatCodec
-from agent_rl.config import ConfigError, LearnerConfig, RunConfig
+from agent_rl.config import LEARNER_MEMORY, ConfigError, LearnerConfig, RunConfig
 from agent_rl.models import load_tokenizer
 from agent_rl.pack import SampledSequence
 from agent_rl.progress import bars
@@ -31,10 +31,7 @@ from envs import Resources, Task
 TRACES = 1024
 """Distinct traces; more steps than they fill go over them again."""
 
-SAME_MACHINE = (
-    "ranks zero_stage offload offload_path "
-    "layout micro_tokens max_micro_sequences chunk_tokens activation_checkpointing"
-).split()
+SAME_MACHINE = ("ranks", "zero_stage", "offload", "offload_path", *LEARNER_MEMORY)
 """Settings of the learner that hold here too: where it runs, and what it may take of the memory."""
 
 

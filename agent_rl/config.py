@@ -35,6 +35,7 @@ from agent_rl.tryout import try_out
 from sandboxes.base import SandboxSpec
 
 __all__ = [
+    "LEARNER_MEMORY",
     "AlgorithmConfig",
     "CheckpointConfig",
     "ColdStartConfig",
@@ -56,16 +57,15 @@ __all__ = [
     "validate",
 ]
 
+LEARNER_MEMORY = ("layout", "micro_tokens", "max_micro_sequences", "chunk_tokens", "activation_checkpointing")
+"""Settings of the learner that trade memory for time: the gradient is the same but for rounding."""
+
 RESUMABLE = frozenset(
-    # What it is called, how far it goes and what is kept of it,
+    # What it is called, how far it goes and what is kept of it, where it runs, and how much at once.
     "name output steps checkpoint.every checkpoint.keep records.trajectories "
-    # where it runs, and how much at once,
     "engine.urls engine.max_num_seqs engine.kv_cache_gb rollout.concurrency rollout.max_failures sandbox.kind "
-    "sandbox.hosts sandbox.size sandbox.warm sandbox.max_uses threads learner.offload_path "
-    # and what trades memory for time: the gradient is the same but for rounding.
-    "learner.layout learner.micro_tokens learner.max_micro_sequences learner.chunk_tokens "
-    "learner.activation_checkpointing".split()
-)
+    "sandbox.hosts sandbox.size sandbox.warm sandbox.max_uses threads learner.offload_path".split()
+) | {f"learner.{name}" for name in LEARNER_MEMORY}
 """Settings in which a continuation may differ from the run that it continues."""
 
 
